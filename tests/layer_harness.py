@@ -1,0 +1,524 @@
+"""One real attention layer over a real paged cache, without an engine, and what it must compute.
+
+``World`` plays scheduler, block pool and model runner for a batch of requests; ``Request`` holds what every token's query, key
+and value are and works out, unpaged and from ``kernels.reference``, what the layer must answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_rocketkv import compat, plugin
+from vllm_rocketkv.config import RocketKVConfig
+from vllm_rocketkv.kernels import reference
+
+STALE = -1e4
+"""What K and V of blocks hold that nobody owns. Not NaN: vLLM's dense kernel multiplies what it masks, so that NaN in
+unwritten slots of a last block would break plain vLLM, too. KT tables, paddings and the null block do hold NaN, which
+bytes of 0xFF are in every dtype."""
+LAYER = "model.layers.1.self_attn.attn"
+SHARER = "model.layers.2.self_attn.attn"
+KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the model fixes."""
+
+    num_kv_heads: int = 2
+    group: int = 2
+    head_size: int = 32
+    dtype: torch.dtype = torch.float32
+    block_size: int = 32
+    softcap: float = 0.0
+    shares_cache: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+
+@dataclass(frozen=True)
+class Step:
+    """One scheduled step of a request: ``num_tokens`` are computed, of which the first ``num_accepted`` stay."""
+
+    num_tokens: int
+    num_accepted: int
+
+
+def cut(length: int, *borders: int, start: int = 0) -> list[Step]:
+    """Steps from ``start`` to ``length`` with chunk borders at ``borders``; those outside are ignored."""
+    ends = [start, *sorted({border for border in borders if start < border < length}), length]
+    return [Step(end - begin, end - begin) for begin, end in itertools.pairwise(ends)]
+
+
+@dataclass
+class Request:
+    """One request: its lengths, what it will compute, and the plain sequence it stands for."""
+
+    num_prompt: int
+    steps: list[Step]
+    shape: Shape
+    config: RocketKVConfig
+    seed: int
+    prefix_of: Request | None = None
+    """Another request with the same first ``num_hit`` tokens, whose blocks this one is admitted onto."""
+    num_hit: int = 0
+    computed: int = 0
+    next_step: int = 0
+    row: list[int] = field(default_factory=list)
+    """The worker's append-only block table row."""
+    has_private: bool = False
+    is_compact: bool = False
+    kept_keys: Tensor | None = None
+    kept_values: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        B, N = self.shape.block_size, self.num_prompt
+        P = self.config.prompt_budget_for(N, B)
+        self.is_sparse = self.config.policy != "full" and N > P
+        self.is_evicted = self.is_sparse and self.config.evicts
+        # Design section 2, written out again.
+        self.num_natural = math.ceil(N / B)
+        self.num_dropped = math.ceil((N - P) / B) if self.is_evicted else 0
+        self.num_private = self.num_natural - self.num_dropped if self.is_evicted else 0
+        self.window = self.config.window_size
+        self.last = self.num_hit + sum(step.num_tokens for step in self.steps)
+        self.computed = self.num_hit
+        self.random = torch.Generator().manual_seed(self.seed)
+        shape, dtype = self.shape, self.shape.dtype
+        # Sharp enough that a wrong token is seen beyond the tolerance; with a soft cap, sharp enough to meet it.
+        sharpness = 8.0 if shape.softcap else 2.5
+        draw = torch.randn(4, self.last, shape.num_heads, shape.head_size, generator=self.random)
+        self.query = (draw[0] * sharpness).to(dtype)
+        self.sharer_query = (draw[3] * sharpness).to(dtype)
+        self.key, self.value = draw[1:3, :, : shape.num_kv_heads].to(dtype)
+        if self.prefix_of is not None:
+            self.key[: self.num_hit] = self.prefix_of.key[: self.num_hit]
+            self.value[: self.num_hit] = self.prefix_of.value[: self.num_hit]
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_size**-0.5
+
+    def redraw_from(self, position: int) -> None:
+        """Other tokens stand where drafts were rejected."""
+        for tensor in (self.query, self.sharer_query, self.key, self.value):
+            fresh = torch.randn(tensor[position:].shape, generator=self.random)
+            factor = 8.0 if self.shape.softcap else 2.5
+            tensor[position:] = (fresh * (factor if tensor.shape[1] == self.shape.num_heads else 1)).to(tensor.dtype)
+
+    def private_sequence(self, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that a token at ``end`` - 1 may read: ``[n, Hkv, D]`` each."""
+        if not self.is_evicted:
+            return self.key[:end], self.value[:end]
+        assert self.kept_keys is not None
+        assert self.kept_values is not None
+        N = self.num_prompt
+        return torch.cat([self.kept_keys, self.key[N:end]]), torch.cat([self.kept_values, self.value[N:end]])
+
+    def evict(self) -> None:
+        N, W, config = self.num_prompt, self.window, self.config
+        num_kept = N - self.num_dropped * self.shape.block_size
+        scores = reference.window_scores(
+            self.query[N - W : N],
+            self.key[:N],
+            self.scale,
+            config.window_softmax,
+            config.kernel_size,
+            self.shape.softcap,
+        )
+        kept = reference.keep_tokens(scores, num_kept, W, config.sink_tokens)
+        index = kept.T[..., None].expand(-1, -1, self.shape.head_size)
+        self.kept_keys, self.kept_values = self.key[:N].gather(0, index), self.value[:N].gather(0, index)
+
+    def expected(self, query: Tensor, start: int, end: int) -> Tensor:
+        """What tokens ``start`` to ``end`` - 1 must get: float64 ``[tokens, Hq, D]``."""
+        border = min(max(self.num_prompt, start), end) if self.is_sparse else end
+        rows = [causal(query[start:border], self.key[:border], self.value[:border], self.scale, self.shape.softcap)]
+        if self.is_evicted and self.kept_keys is None and end >= self.num_prompt:
+            self.evict()
+        page_size = self.config.page_size
+        settled, summaries = 0, None
+        if self.config.selects and border < end:  # pages that are full before this step, the same for all its tokens
+            keys, _ = self.private_sequence(border)
+            settled = len(keys) // page_size * page_size
+            summaries = self.summarise(keys[:settled])
+        for position in range(border, end):
+            keys, values = self.private_sequence(position + 1)
+            selected: Sequence[Sequence[int]] = [range(len(keys))] * self.shape.num_kv_heads
+            if self.config.selects:
+                selected = self.select(query[position], keys, settled, summaries)
+            rows.append(reference.attend(query[position], keys, values, selected, self.scale, self.shape.softcap)[None])
+        return torch.cat(rows)
+
+    def summarise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.page_summaries(keys, self.config.page_size, KT_DTYPES[self.config.resolved_kt_dtype])
+
+    def select(self, query: Tensor, keys: Tensor, settled: int, summaries: Any) -> list[list[int]]:
+        """``keys`` end with the query's own token: a page's bounds never know of later ones."""
+        config = self.config
+        low, high = (torch.cat(pair, 1) for pair in zip(summaries, self.summarise(keys[settled:]), strict=True))
+        return reference.hsa_select(
+            query,
+            low,
+            high,
+            num_tokens=len(keys),
+            page_size=config.page_size,
+            topk_tokens=config.topk_for_step,
+            topr=config.topr_for(self.num_prompt, self.shape.head_size),
+            granularity=config.granularity,
+            temperature=config.temperature,
+            sink_tokens=config.sink_tokens,
+            recent_tokens=config.recent_tokens,
+        )
+
+
+def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float) -> Tensor:
+    """``reference.dense_attention`` in one piece: float64 ``[M, Hq, D]``."""
+    (M, Hq, _), (N, Hkv, _) = query.shape, keys.shape
+    k, v = (tensor.double().repeat_interleave(Hq // Hkv, 1) for tensor in (keys, values))
+    logits = reference.capped(torch.einsum("mhd,nhd->hmn", query.double(), k) * scale, softcap)
+    hidden = torch.ones(M, N, dtype=torch.bool).triu(N - M + 1)
+    return torch.einsum("hmn,nhd->mhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def make_vllm_config(shape: Shape, options: dict[str, Any], path: Path) -> Any:
+    from transformers import LlamaConfig
+    from vllm.config import AttentionConfig, CacheConfig, ModelConfig, VllmConfig
+
+    plugin.register()
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=64,
+        hidden_size=shape.num_heads * shape.head_size,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_size,
+        max_position_embeddings=8192,
+    ).save_pretrained(path)
+    model = ModelConfig(
+        model=str(path), skip_tokenizer_init=True, dtype=shape.dtype, max_model_len=8192, enforce_eager=True
+    )
+    return VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=shape.block_size),
+        attention_config=AttentionConfig(backend="ROCKETKV"),
+        additional_config={"rocketkv": options},
+    )
+
+
+class World:
+    """The layer, its cache, the block pool and the schedule."""
+
+    def __init__(self, shape: Shape, options: dict[str, Any], path: Path, num_blocks: int, seed: int = 0) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.v1.kv_cache_interface import (
+            KVCacheLayout,
+            KVCacheTensor,
+            compute_layout_strides,
+            create_kv_cache_views,
+        )
+
+        self.shape, self.random = shape, random.Random(seed)
+        self.vllm_config = make_vllm_config(shape, options, path)
+        self.layer_names = [LAYER, SHARER] if shape.shares_cache else [LAYER]
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(shape.dtype)
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                self.layers = [
+                    Attention(
+                        shape.num_heads,
+                        shape.head_size,
+                        shape.head_size**-0.5,
+                        shape.num_kv_heads,
+                        cache_config=self.vllm_config.cache_config,
+                        logits_soft_cap=shape.softcap or None,
+                        prefix=name,
+                        kv_sharing_target_layer_name=None if name == LAYER else LAYER,
+                    )
+                    for name in self.layer_names
+                ]
+                backend = self.layers[0].attn_backend
+                self.spec = backend.customize_spec(self.layers[0].get_kv_cache_spec(self.vllm_config))
+                self.builder = backend.get_builder_cls()(
+                    self.spec, self.layer_names, self.vllm_config, torch.device("cpu")
+                )
+        finally:
+            torch.set_default_dtype(default_dtype)
+        assert self.builder.config is not None
+        self.config: RocketKVConfig = self.builder.config
+        # As the runner does for three layers; ours is the one in the middle, so that writes beyond its pages are seen.
+        page = self.spec.page_size_bytes
+        self.num_blocks = num_blocks
+        self.buffer = torch.full((3 * num_blocks * page,), -1, dtype=torch.int8)
+        layout = KVCacheLayout.LBHNC
+        layer_stride, block_stride, *_ = compute_layout_strides(self.spec, num_blocks, 3, layout)
+        tensor = KVCacheTensor(len(self.buffer), ["0", "1", "2"], layer_stride, block_stride)
+        cache = create_kv_cache_views(self.buffer, self.spec, num_blocks, layout, tensor)[1]
+        for layer in self.layers:
+            layer.kv_cache = cache
+        assert block_stride == page
+        self.all_pages = self.buffer.view(3, num_blocks, page)
+        self.pages = self.all_pages[1]
+        cache[1:] = STALE
+        self.free_blocks = list(range(1, num_blocks))
+        self.random.shuffle(self.free_blocks)
+        self.users: dict[int, int] = {}
+        self.steps_run = 0
+        self.shared_in_step = 0
+        """Requests that started on blocks which another computed in the same step."""
+
+    # --- the block pool ---------------------------------------------------------------------------------------------
+
+    def allocate(self) -> int:
+        block = self.free_blocks.pop(self.random.randrange(len(self.free_blocks)))
+        assert block not in self.users
+        self.users[block] = 1
+        return block
+
+    def free(self, blocks: list[int]) -> None:
+        """Freed memory is somebody else's at once."""
+        for block in blocks:
+            self.users[block] -= 1
+            if not self.users[block]:
+                del self.users[block]
+                self.pages[block] = -1
+                self.layers[0].kv_cache[block] = STALE
+                self.free_blocks.append(block)
+
+    def admit(self, request: Request) -> None:
+        if request.prefix_of is not None:
+            assert request.num_hit % self.shape.block_size == 0
+            shared = request.prefix_of.row[: request.num_hit // self.shape.block_size]
+            assert not request.prefix_of.is_compact
+            for block in shared:
+                self.users[block] += 1
+            request.row = list(shared)
+
+    def reserve(self, request: Request, start: int, end: int) -> None:
+        """Append blocks to the row as ``RocketKVManager`` does."""
+        B, N = self.shape.block_size, request.num_prompt
+        if request.is_evicted and end > max(N - request.window, start):
+            request.has_private = True
+        slots = max(end, N) + request.num_private * B if request.has_private else end
+        while len(request.row) * B < slots:
+            request.row.append(self.allocate())
+
+    def compact(self, request: Request) -> None:
+        """The prompt is processed: its blocks go back, its row keeps their places and nobody may look there."""
+        self.free(request.row[: request.num_natural])
+        request.row[: request.num_natural] = [
+            self.random.randrange(self.num_blocks) for _ in range(request.num_natural)
+        ]
+        request.is_compact = True
+
+    def finish(self, request: Request) -> None:
+        self.free(request.row[request.num_natural if request.is_compact else 0 :])
+
+    # --- the model runner -------------------------------------------------------------------------------------------
+
+    def common_metadata(
+        self, rows: list[tuple[list[int], int, int, int]], num_padded: int, is_dummy: bool = False
+    ) -> Any:
+        """As a runner builds it from each request's (row, start, end, prompt length)."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        B = self.shape.block_size
+        width = max([len(row) for row, *_ in rows] + [-(-end // B) for _, _, end, _ in rows]) + self.random.randrange(4)
+        table = torch.zeros(len(rows) + num_padded, width, dtype=torch.int32)
+        slots: list[int] = []
+        for index, (row, start, end, _) in enumerate(rows):
+            table[index, : len(row)] = torch.tensor(row, dtype=torch.int32)
+            # Natural, as all runners do: wrong beyond an evicted prompt.
+            slots += [-1 if is_dummy else int(table[index, p // B]) * B + p % B for p in range(start, end)]
+        slots += [-1] * num_padded
+        lens = [end - start for _, start, end, _ in rows] + [0] * num_padded
+        start_loc = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+        seq_lens = torch.tensor([end for _, _, end, _ in rows] + [0] * num_padded, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=start_loc,
+            query_start_loc_cpu=start_loc,
+            seq_lens=seq_lens,
+            num_reqs=len(lens),
+            num_actual_tokens=len(slots),
+            max_query_len=max(lens),
+            max_seq_len=int(seq_lens.max()),
+            block_table_tensor=table,
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        )
+
+    def forward(self, common: Any, prompt_lens: list[int], data: list[list[Tensor]]) -> list[Tensor]:
+        """Build the step's metadata once and run every layer with its queries, keys and values."""
+        from vllm.forward_context import set_forward_context
+
+        lens = torch.tensor(prompt_lens, dtype=torch.int32)
+        if self.steps_run % 2:  # model runner V2: unpadded, in the metadata
+            common.rswa_prefix_lens = lens
+        else:  # model runner V1: longer than the batch, beside it
+            compat._v1_prompt_lens = torch.nn.functional.pad(lens, (0, common.num_reqs - len(lens) + 2))
+        try:
+            metadata = self.builder.build(0, common)
+        finally:
+            compat._v1_prompt_lens = None
+        self.steps_run += 1
+        slot_mapping = dict.fromkeys(self.layer_names, common.slot_mapping)
+        num_tokens = common.num_actual_tokens
+        with set_forward_context(
+            dict.fromkeys(self.layer_names, metadata),
+            self.vllm_config,
+            num_tokens=num_tokens,
+            slot_mapping=slot_mapping,
+        ):
+            return [layer(*qkv) for layer, qkv in zip(self.layers, data, strict=True)]
+
+    def step(self, requests: list[Request]) -> float:
+        """One step of all ``requests`` in this order. Returns the largest error, in tolerances."""
+        plan = []
+        for request in requests:
+            start = request.computed
+            step = request.steps[request.next_step]
+            if start < request.last and request.next_step and start > request.num_prompt:
+                request.redraw_from(start)
+            self.reserve(request, start, start + step.num_tokens)
+            plan.append((request, start, start + step.num_tokens, step))
+        num_padded = self.random.choice([0, 0, 1, 3])
+        common = self.common_metadata([(r.row, start, end, r.num_prompt) for r, start, end, _ in plan], num_padded)
+        noise = torch.full((num_padded, self.shape.num_heads, self.shape.head_size), torch.nan, dtype=self.shape.dtype)
+
+        def tokens(name: str) -> Tensor:
+            parts = [getattr(r, name)[start:end] for r, start, end, _ in plan]
+            return torch.cat([*parts, noise[:, : parts[0].shape[1]]]).flatten(1)
+
+        key, value = tokens("key"), tokens("value")
+        data = [[tokens("query"), key, value], [tokens("sharer_query"), key, value]][: len(self.layers)]
+        before = self.pages.clone()
+        outputs = self.forward(common, [r.num_prompt for r, *_ in plan], data)
+        self.check_writes(before, plan)
+        error = 0.0
+        for name, output in zip(("query", "sharer_query"), outputs, strict=False):
+            output = output.view(-1, self.shape.num_heads, self.shape.head_size)
+            first = 0
+            for request, start, end, _ in plan:
+                actual = output[first : first + end - start].double()
+                first += end - start
+                expected = request.expected(getattr(request, name), start, end)
+                error = max(error, self.check_output(request, start, actual, expected))
+        for request, start, end, step in plan:
+            self.check_summaries(request, start, end)
+            request.computed = start + step.num_accepted
+            request.next_step += 1
+        for request, _, end, _ in plan:
+            if request.is_evicted and not request.is_compact and end >= request.num_prompt:
+                self.compact(request)
+        return error
+
+    # --- what must hold ---------------------------------------------------------------------------------------------
+
+    def check_output(self, request: Request, start: int, actual: Tensor, expected: Tensor) -> float:
+        rtol, atol = {torch.float32: (1e-4, 1e-4), torch.float16: (5e-3, 5e-3), torch.bfloat16: (2e-2, 2e-2)}[
+            self.shape.dtype
+        ]
+        ratio = (actual - expected).abs() / (atol + rtol * expected.abs())
+        worst = ratio.nan_to_num(nan=torch.inf).amax((1, 2))
+        bad = [start + int(i) for i in (worst > 1).nonzero().flatten()]
+        assert not bad, (
+            f"N={request.num_prompt} natural={request.num_natural} private={request.num_private} step from {start} to "
+            f"{start + len(actual)}: positions {bad[:8]} are wrong ({len(bad)} in all, by {worst.max():.3g} tolerances)"
+        )
+        return float(worst.max())
+
+    def check_writes(self, before: Tensor, plan: list[tuple[Request, int, int, Step]]) -> None:
+        """Only blocks of this step's tokens may change, and private ones (I1), null block and free memory included."""
+        B = self.shape.block_size
+        free = set(range(self.num_blocks))
+        for request, start, end, _ in plan:
+            n, N = request.num_natural, request.num_prompt
+            for position in range(start, end):
+                if request.is_evicted and position >= N:
+                    free.discard(request.row[n + position // B - request.num_dropped])
+                else:
+                    free.discard(request.row[position // B])
+            if request.is_evicted and start < N and end > N - request.window:
+                free -= set(request.row[n : n + request.num_private])
+        untouched = torch.tensor(sorted(free))
+        changed = (self.pages[untouched] != before[untouched]).any(1).nonzero().flatten()
+        assert not len(changed), f"blocks {untouched[changed].tolist()} were written, and are none of this step's"
+        if not self.config.evicts:
+            return
+        # The KT bytes of prompt blocks are nobody's.
+        for request, start, end, _ in plan:
+            last = min(end, request.num_prompt if request.is_evicted else end)
+            prompt = request.row[start // B : -(-last // B)] if start < last else []
+            tails = (slice(None), slice(self.spec.kt_offset_bytes, None))
+            assert torch.equal(self.pages[prompt][tails], before[prompt][tails]), "KT of a prompt block was written"
+
+    def check_summaries(self, request: Request, start: int, end: int) -> None:
+        """The KT table bounds the keys and is as tight as its dtype allows (I8); read by the format's documentation."""
+        config, shape = self.config, self.shape
+        if not config.selects or (config.evicts and not (request.is_evicted and end >= request.num_prompt)):
+            return
+        keys, _ = request.private_sequence(end)
+        dtype = KT_DTYPES[config.resolved_kt_dtype]
+        pages = shape.block_size // config.page_size
+        num_bytes = shape.num_kv_heads * 2 * pages * shape.head_size * dtype.itemsize
+        first = request.num_natural if request.is_evicted else 0
+        blocks = request.row[first : first + -(-len(keys) // shape.block_size)]
+        table = self.pages[blocks, self.spec.kt_offset_bytes : self.spec.kt_offset_bytes + num_bytes].view(dtype)
+        table = table.view(len(blocks), shape.num_kv_heads, 2, pages, shape.head_size).float().permute(2, 1, 0, 3, 4)
+        low, high = table.flatten(2, 3)[:, :, : -(-len(keys) // config.page_size)]
+        expected_low, expected_high = reference.page_summaries(keys, config.page_size, dtype)
+        of_token = torch.arange(len(keys)) // config.page_size
+        by_head = keys.transpose(0, 1).float()
+        what = f"N={request.num_prompt}, step from {start} to {end}"
+        assert (low[:, of_token] <= by_head).all(), what
+        assert (high[:, of_token] >= by_head).all(), what
+        assert torch.equal(low, expected_low.float()), what
+        assert torch.equal(high, expected_high.float()), what
+
+    def run(self, requests: list[Request], at_once: int = 6) -> None:
+        """Run all ``requests`` to their ends, in shuffled batches; one with a shared prefix starts in the very step in which its
+        owner computes it."""
+        waiting, running = list(requests), list[Request]()
+        while waiting or running:
+            batch = [r for r in running if self.random.random() < 0.8] or list(running)
+            for request in list(waiting):
+                owner = request.prefix_of
+                if owner is None:
+                    if len(running) >= at_once:
+                        continue
+                else:
+                    # vLLM hashes blocks when it allocates them: they are hits while they are being computed.
+                    if owner not in batch:
+                        continue
+                    end = owner.computed + owner.steps[owner.next_step].num_tokens
+                    if not (owner.computed < request.num_hit <= end):
+                        continue
+                    self.reserve(owner, owner.computed, end)
+                    self.shared_in_step += 1
+                self.admit(request)
+                waiting.remove(request)
+                running.append(request)
+                batch.append(request)
+            self.random.shuffle(batch)
+            self.step(batch)
+            for request in batch:
+                if request.next_step == len(request.steps):
+                    running.remove(request)
+                    self.finish(request)
+        assert not self.users, "the harness itself leaks blocks"
+        assert (self.all_pages[[0, 2]] == -1).all(), "another layer's pages were written"
+        assert (self.pages[0] == -1).all(), "the null block was written"

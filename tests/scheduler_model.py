@@ -1,0 +1,634 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model of vLLM's scheduler and worker around vLLM's real ``KVCacheManager``: no engine, no tensors.
+
+The scheduler half follows ``vllm.v1.core.sched`` 0.32: what it hands to ``allocate_slots``, when it preempts, what it counts
+as in flight. The worker half keeps append-only block table rows and a *content* for every token slot of the pool: a step that
+executes writes tags into the slots that the design names and checks the tags that attention would read.
+
+Everything that the package computes is computed here a second time, from the design's formulas; ``vllm_rocketkv.layout`` is not
+used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_rocketkv.cache.manager import RocketKVManager
+from vllm_rocketkv.cache.spec import RocketKVSpec, rocketkv_spec
+from vllm_rocketkv.config import RocketKVConfig
+from vllm_rocketkv.metrics import Counts
+
+init_none_hash(sha256)
+
+UNIT = 1_000_000  # token ids of stream or request k start at k * UNIT
+LOADING = "loading"
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def plain_spec(block_size: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
+
+
+def fake_vllm_config(max_model_len: int) -> Any:
+    """As much of a ``VllmConfig`` as the start-up check reads."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_model_len),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )
+
+
+def startup_pool(spec: KVCacheSpec, max_model_len: int) -> int:
+    """Smallest ``num_blocks`` that vLLM's start-up check lets pass; one of them becomes the null block."""
+    return ceil_div(spec.max_memory_usage_bytes(fake_vllm_config(max_model_len)), spec.page_size_bytes) + 1
+
+
+def make_manager(spec: KVCacheSpec, num_blocks: int, max_model_len: int, caching: bool = True) -> KVCacheManager:
+    return KVCacheManager(
+        KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        max_model_len=max_model_len,
+        scheduler_block_size=spec.block_size,
+        hash_block_size=spec.block_size,
+        enable_caching=caching,
+    )
+
+
+def make_request(name: str, tokens: list[int], max_tokens: int, block_size: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    hasher = get_request_block_hasher(block_size, sha256)
+    return Request(name, tokens, params, None, block_hasher=hasher)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same for a whole schedule."""
+
+    config: RocketKVConfig
+    block_size: int = 16
+    max_model_len: int = 144
+    spare_blocks: int = 0
+    """Blocks beyond what the start-up check demands."""
+    depth: int = 0
+    """Steps that are scheduled before the oldest one is processed."""
+    async_scheduling: bool = False
+    """Whether decode steps are scheduled before their input token is known; else depth is pipeline parallelism."""
+    lookahead: int = 0
+    num_drafts: int = 0
+    """Draft tokens of a decode step, at depth 0."""
+    caching: bool = True
+    full_sequence_must_fit: bool = True
+    mirror: bool = False
+    """Whether a plain ``FullAttentionSpec`` manager gets the same calls and must give the same blocks."""
+
+
+@dataclass(eq=False)
+class Live:
+    """One request, as the scheduler (``request``) and as the worker (``row``) know it."""
+
+    request: Request
+    uid: int
+    stream: int
+    shared: int
+    """Leading tokens taken from the stream; a request that shares its whole prompt goes on to sample from the stream."""
+    max_tokens: int
+    sparse: bool
+    n: int = 0
+    s: int = 0
+    e: int = 0
+    """Layout; all 0 when nothing is evicted."""
+    external: int = 0
+    """Tokens that a connector offers at the next admission."""
+    incarnation: int = 0
+    row: list[int] | None = None
+    num_hit: int = 0
+    """Tokens of the prefix hit. Without eviction it may reach beyond the prompt, into a longer one that was computed densely."""
+    num_slots: int = 0
+    """Most token slots asked for, in this incarnation."""
+    extended: bool = False
+    compact: bool = False
+    state: str = "waiting"
+
+    @property
+    def evictable(self) -> bool:
+        return self.n > 0
+
+    def token(self, position: int) -> int:
+        return (self.stream if position < self.shared else self.uid) * UNIT + position
+
+    def reset(self) -> None:
+        self.incarnation += 1
+        self.row, self.num_hit, self.num_slots, self.extended, self.compact = None, 0, 0, False, False
+
+
+@dataclass
+class Part:
+    """What one step computes of one request: positions ``start`` to ``end``."""
+
+    live: Live
+    incarnation: int
+    row: list[int]
+    num_hit: int
+    start: int
+    end: int
+    samples: bool = False
+    num_drafts: int = 0
+
+    @property
+    def is_current(self) -> bool:
+        return self.incarnation == self.live.incarnation and self.live.state == "running"
+
+
+@dataclass
+class Step:
+    parts: list[Part]
+    load: Part | None = None
+
+
+@dataclass
+class Model:
+    """Scheduler, worker and memory of one engine. Every action ends in :meth:`check`."""
+
+    setting: Setting
+    waiting: deque[Live] = field(default_factory=deque)
+    running: list[Live] = field(default_factory=list)
+    in_flight: deque[Step] = field(default_factory=deque)
+    counts: Counts = field(default_factory=Counts)
+    num_added: int = 0
+
+    def __post_init__(self) -> None:
+        s = self.setting
+        self.B, self.M, self.config = s.block_size, s.max_model_len, s.config
+        self.W = s.config.window_size
+        self.spec: RocketKVSpec = rocketkv_spec(plain_spec(self.B), s.config)
+        self.num_blocks = startup_pool(self.spec, self.M) + s.spare_blocks
+        self.manager = make_manager(self.spec, self.num_blocks, self.M, s.caching)
+        self.plain = make_manager(plain_spec(self.B), self.num_blocks, self.M, s.caching) if s.mirror else None
+        (self.ours,) = self.manager.coordinator.single_type_managers
+        assert type(self.ours) is RocketKVManager
+        self.pool = self.manager.block_pool
+        self.num_free_at_start = self.pool.get_num_free_blocks()
+        self.memory: list[list[Any]] = [[None] * self.B for _ in range(self.num_blocks)]
+
+    # --- what users do -------------------------------------------------------------------------------------------------
+
+    def add(
+        self, num_prompt_tokens: int, max_tokens: int, stream: int = 1, shared: int = 10**9, external: int = 0
+    ) -> Live:
+        self.num_added += 1
+        uid = 100 + self.num_added
+        N, B = num_prompt_tokens, self.B
+        if shared < N:
+            tokens = [(stream if p < shared else uid) * UNIT + p for p in range(N)]
+        else:
+            shared, tokens = 10**9, [stream * UNIT + p for p in range(N)]
+        P = self.config.prompt_budget_for(N, B)
+        live = Live(
+            make_request(f"r{uid}", tokens, max_tokens, B),
+            uid,
+            stream,
+            shared,
+            max_tokens,
+            sparse=self.config.policy != "full" and N > P,
+            external=external,
+        )
+        if live.sparse and self.config.evicts:
+            live.n, live.s = ceil_div(N, B), ceil_div(N - P, B)
+            live.e = live.n - live.s
+        self.waiting.append(live)
+        self.check()
+        return live
+
+    def abort(self, live: Live) -> None:
+        """As ``finish_requests``: blocks go back at once, unless a load is still writing them."""
+        if live.state == LOADING:
+            live.state = "aborted while loading"
+        else:
+            self._finish(live, RequestStatus.FINISHED_ABORTED)
+        self.check()
+
+    def preempt(self, live: Live) -> None:
+        """As ``_preempt_request``."""
+        request = live.request
+        self.running.remove(live)
+        self._free(live)
+        live.reset()
+        live.state = "waiting"
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.spec_token_ids = []
+        request.num_stale_output_tokens = request.num_in_flight_tokens
+        request.num_output_placeholders = 0
+        request.num_preemptions += 1
+        self.waiting.appendleft(live)
+        self.check()
+
+    @property
+    def live(self) -> list[Live]:
+        return [*self.running, *self.waiting]
+
+    def finish_all(self, budget: int = 64) -> None:
+        """Run until every request has finished; nobody may starve."""
+        for _ in range(5_000):
+            if not self.live and not self.in_flight:
+                break
+            self.step(budget, accept=1)
+        assert not self.live, "a request never finishes"
+        self.check_idle()
+
+    # --- scheduler ---------------------------------------------------------------------------------------------------
+
+    def step(self, budget: int, accept: int = 0) -> None:
+        """Schedule one step; process the oldest one when the pipeline is full or there is nothing to schedule."""
+        parts: list[Part] = []
+        preempted = self._schedule_running(parts, budget)
+        budget -= sum(part.end - part.start for part in parts)
+        if not preempted:
+            self._schedule_waiting(parts, budget)
+        assert parts or preempted or self.in_flight or not self.live, "nothing can be scheduled: the engine hangs"
+        if parts:
+            self._check_writes(parts)
+            for part in parts:
+                self._update_after_schedule(part)
+            self.in_flight.append(Step(parts))
+        self.check()
+        if len(self.in_flight) > self.setting.depth or not parts:
+            self.process(accept)
+
+    def _schedule_running(self, parts: list[Part], budget: int) -> bool:
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget > 0:
+            live = self.running[index]
+            request = live.request
+            placeholders, computed = request.num_output_placeholders, request.num_computed_tokens
+            num_new = min(request.num_tokens_with_spec + placeholders - computed, budget, self.M - computed - 1)
+            is_last = placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + live.max_tokens
+            if is_last or num_new <= 0:
+                index += 1
+                continue
+            while (new_ids := self._allocate(live, num_new)) is None:
+                victim = self.running[-1]
+                preempted = True
+                self.preempt(victim)
+                if victim is live:
+                    return True
+            assert live.row is not None
+            live.row.extend(new_ids)
+            parts.append(self._part(live, num_new))
+            budget -= num_new
+            index += 1
+        return preempted
+
+    def _schedule_waiting(self, parts: list[Part], budget: int) -> None:
+        holding = [live for live in self.waiting if live.state == "loaded"]
+        for live in [*holding, *(live for live in self.waiting if live.state == "waiting")]:
+            request = live.request
+            if budget <= 0:
+                return
+            if request.num_stale_output_tokens:
+                continue
+            hit, blocks, external = 0, (None, None), 0
+            if live.state == "waiting":
+                hit, blocks = self._lookup(live)
+                if live.external and self._may_load():
+                    last = request.num_prompt_tokens - (self.W if live.evictable else 1)
+                    external = max(0, min(live.external, last - hit))
+            num_new = 0 if external else min(request.num_tokens - request.num_computed_tokens - hit, budget)
+            if self._allocate(live, num_new, hit, blocks, external) is None:
+                return
+            request.num_computed_tokens += hit + external
+            live.num_hit = max(live.num_hit, hit)
+            if external:
+                live.external = 0
+                live.state = LOADING
+                row = self.manager.get_block_ids(request.request_id)[0]
+                end = request.num_computed_tokens
+                load = Part(live, live.incarnation, row, hit, end - external, end)
+                self.in_flight.append(Step([], load))
+                continue
+            self.waiting.remove(live)
+            self.running.append(live)
+            live.state, request.status = "running", RequestStatus.RUNNING
+            live.row = list(self.manager.get_block_ids(request.request_id)[0])
+            parts.append(self._part(live, num_new))
+            budget -= num_new
+
+    def _may_load(self) -> bool:
+        return not any(live.state in (LOADING, "loaded", "aborted while loading") for live in self.waiting)
+
+    def _part(self, live: Live, num_new: int) -> Part:
+        assert live.row is not None
+        start = live.request.num_computed_tokens
+        return Part(live, live.incarnation, list(live.row), live.num_hit, start, start + num_new)
+
+    def _lookup(self, live: Live) -> tuple[int, tuple[Any, Any]]:
+        """Prefix hit of a new or resumed request, which must be the longest that leaves the window to compute (I7)."""
+        request, N = live.request, live.request.num_prompt_tokens
+        blocks, hit, _ = self.manager.get_computed_blocks(request)
+        _, longest, _ = self.manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        if not self.setting.caching:
+            longest = 0
+        if live.evictable:
+            longest = min(longest, (N - self.W) // self.B * self.B)
+            assert N - hit >= self.W, "a hit leaves less than the window"
+        assert hit == longest == len(blocks.blocks[0]) * self.B
+        if self.plain is None:
+            return hit, (blocks, None)
+        plain_blocks, plain_hit, _ = self.plain.get_computed_blocks(request)
+        assert plain_hit == hit
+        return hit, (blocks, plain_blocks)
+
+    def _allocate(
+        self, live: Live, num_new: int, hit: int = 0, blocks: tuple[Any, Any] = (None, None), external: int = 0
+    ) -> list[int] | None:
+        request, N, M = live.request, live.request.num_prompt_tokens, self.M
+        computed = request.num_computed_tokens + hit + external
+        if live.extended and not live.compact and computed - request.num_in_flight_tokens >= N:
+            live.compact = True
+            self.counts += Counts(1, N - live.s * self.B, live.s * self.B, live.s)
+        lookahead = 0 if external else self.setting.lookahead
+        arguments: dict[str, Any] = {"num_lookahead_tokens": lookahead}
+        if live.row is None:
+            arguments |= {
+                "num_new_computed_tokens": hit,
+                "num_external_computed_tokens": external,
+                "delay_cache_blocks": external > 0,
+                "full_sequence_must_fit": self.setting.full_sequence_must_fit,
+                "has_scheduled_reqs": bool(self.running),
+            }
+        new = self.manager.allocate_slots(request, num_new, new_computed_blocks=blocks[0], **arguments)
+        if self.plain is not None:
+            plain_new = self.plain.allocate_slots(request, num_new, new_computed_blocks=blocks[1], **arguments)
+            assert (new is None) == (plain_new is None)
+            assert new is None or new.get_block_ids() == plain_new.get_block_ids()
+        if new is None:
+            others = [other for other in self.live if other is not live and self._held(other)]
+            assert others, "a request that has the pool for itself was refused"
+            return None
+        end = computed + num_new
+        live.extended |= live.evictable and end > max(N - self.W, computed)
+        need = min(end + lookahead, M)
+        live.num_slots = max(live.num_slots, min(need, N) if live.evictable and not live.extended else need)
+        if live.extended:
+            live.num_slots = max(live.num_slots, N)
+        if live.sparse and self.config.selects:
+            for position in range(max(computed, N), end):
+                cached, page = position + 1 - live.s * self.B, self.config.page_size
+                pages = min(math.ceil(self.config.topk_for_step / page), math.ceil(cached / page))
+                self.counts += Counts(pages_selected=pages)
+        return new.get_block_ids()[0]
+
+    def _update_after_schedule(self, part: Part) -> None:
+        request, num_new = part.live.request, part.end - part.start
+        part.samples = part.end >= request.num_tokens + request.num_output_placeholders
+        part.num_drafts = max(0, part.end - request.num_tokens - request.num_output_placeholders)
+        request.num_computed_tokens += num_new
+        request.num_in_flight_tokens += num_new
+        request.spec_token_ids = []
+        if self.setting.async_scheduling and part.samples:
+            request.num_output_placeholders += 1 + part.num_drafts
+
+    def process(self, accept: int = 0) -> None:
+        """Execute the oldest step in flight and let the scheduler see its output."""
+        if not self.in_flight:
+            return
+        step = self.in_flight.popleft()
+        if step.load is not None:
+            self._execute_load(step.load)
+        else:
+            self._execute(step.parts)
+        for part in step.parts:
+            self._update_from_output(part, accept)
+        self.check()
+
+    def _update_from_output(self, part: Part, accept: int) -> None:
+        live, request = part.live, part.live.request
+        if request.is_finished():
+            return
+        num_scheduled = part.end - part.start
+        request.num_in_flight_tokens -= num_scheduled
+        stale = request.num_stale_output_tokens > 0
+        request.num_stale_output_tokens -= num_scheduled if stale else 0
+        if not part.samples:
+            return
+        accepted = min(accept, part.num_drafts)
+        if not stale:
+            request.num_computed_tokens -= part.num_drafts - accepted
+            if self.setting.async_scheduling:
+                request.num_output_placeholders -= part.num_drafts - accepted
+        num_output = min(1 + accepted, live.max_tokens - request.num_output_tokens)
+        for _ in range(num_output):
+            request.append_output_token_ids(live.token(request.num_tokens))
+        if self.setting.async_scheduling:
+            request.num_output_placeholders -= 0 if stale else num_output
+            if request.status == RequestStatus.RUNNING:
+                for manager in self._managers():
+                    manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+        if request.num_output_tokens >= live.max_tokens:
+            self._finish(live, RequestStatus.FINISHED_LENGTH_CAPPED)
+        elif self.setting.num_drafts and live.state == "running":
+            request.spec_token_ids = [-1] * self.setting.num_drafts
+
+    def _finish(self, live: Live, status: RequestStatus) -> None:
+        live.request.status = status
+        (self.running if live in self.running else self.waiting).remove(live)
+        live.state = "finished"
+        self._free(live)
+
+    def _free(self, live: Live) -> None:
+        for manager in self._managers():
+            manager.free(live.request)
+
+    def _managers(self) -> list[KVCacheManager]:
+        return [self.manager] if self.plain is None else [self.manager, self.plain]
+
+    # --- worker --------------------------------------------------------------------------------------------------------
+
+    def _block(self, part: Part, position: int) -> int:
+        """Block of the token at ``position``, by the design's formula on the worker's row."""
+        live, block = part.live, position // self.B
+        if live.evictable and position >= live.request.num_prompt_tokens:
+            block += live.n - live.s
+        return part.row[block]
+
+    def _tag(self, part: Part, *key: Any) -> Any:
+        return (*key[:1], part.live.uid, part.incarnation, *key[1:])
+
+    def _content(self, part: Part, position: int) -> Any:
+        """What the slot of ``position`` must hold: exact K and V are named by the token, for it fixes all before it."""
+        if part.live.sparse and position >= max(part.live.request.num_prompt_tokens, part.num_hit):
+            return self._tag(part, "sparse", position)
+        return part.live.token(position)
+
+    def _private(self, part: Part) -> list[int]:
+        blocks = part.row[part.live.n : part.live.n + part.live.e]
+        assert len(blocks) == part.live.e
+        return blocks
+
+    def _window(self, part: Part) -> range:
+        """Places in the observation window that this step computes."""
+        live = part.live
+        if not live.evictable:
+            return range(0)
+        first = live.request.num_prompt_tokens - self.W
+        return range(max(part.start - first, 0), max(min(part.end, first + self.W) - first, 0))
+
+    @staticmethod
+    def _crosses(part: Part) -> bool:
+        return part.live.evictable and part.start < part.live.request.num_prompt_tokens <= part.end
+
+    def _execute(self, parts: list[Part]) -> None:
+        """One layer: all K and V of the batch, every dense read, parked queries or compaction, the sparse reads (I11)."""
+        B = self.B
+        for part in parts:
+            for position in range(part.start, part.end):
+                self.memory[self._block(part, position)][position % B] = self._content(part, position)
+        for part in parts:
+            N = part.live.request.num_prompt_tokens
+            if not part.live.evictable or part.start < N:
+                end = min(part.end, N) if part.live.evictable else part.end
+                self._read(part.row, [self._content(part, position) for position in range(end)])
+        for part in parts:
+            live, N = part.live, part.live.request.num_prompt_tokens
+            window = self._window(part)
+            if self._crosses(part):
+                blocks = self._private(part)
+                parked = [self._tag(part, "query", place) for place in range(window.start)]
+                self._read(blocks, parked)
+                for slot in range(N - live.s * B):
+                    self.memory[blocks[slot // B]][slot % B] = self._tag(part, "kept", slot)
+            elif window:
+                blocks = self._private(part)
+                for place in window:
+                    self.memory[blocks[place // B]][place % B] = self._tag(part, "query", place)
+        for part in parts:
+            live, N = part.live, part.live.request.num_prompt_tokens
+            if live.evictable and part.end > N:
+                kept = [self._tag(part, "kept", slot) for slot in range(N - live.s * B)]
+                decoded = [self._content(part, position) for position in range(N, part.end)]
+                self._read(part.row[live.n :], kept + decoded)
+
+    def _read(self, blocks: list[int], wanted: list[Any]) -> None:
+        for index in range(ceil_div(len(wanted), self.B)):
+            here = wanted[index * self.B : (index + 1) * self.B]
+            found = self.memory[blocks[index]][: len(here)]
+            assert found == here, f"block {blocks[index]} holds {found}, not {here}"
+
+    def _execute_load(self, load: Part) -> None:
+        live, request = load.live, load.live.request
+        for position in range(load.start, load.end):
+            self.memory[load.row[position // self.B]][position % self.B] = live.token(position)
+        if live.state == LOADING:
+            live.state = "loaded"
+            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            for manager in self._managers():
+                manager.cache_blocks(request, request.num_computed_tokens)
+        else:
+            self._finish(live, RequestStatus.FINISHED_ABORTED)
+
+    def _check_writes(self, parts: list[Part]) -> None:
+        """Before a step is dispatched: nothing is written twice, nothing to a hashed block but what the hash promises."""
+        written: Counter[tuple[int, int]] = Counter()
+        for part in parts:
+            live, N = part.live, part.live.request.num_prompt_tokens
+            private = set(part.row[live.n :]) if live.extended else set()
+            for position in range(part.start, part.end):
+                block = self.pool.blocks[self._block(part, position)]
+                assert not block.is_null
+                assert block.ref_cnt > 0
+                assert (block.block_id in private) == (live.evictable and position >= N)
+                if block.block_hash is not None:
+                    assert not live.sparse or position < N, "a block of sparse decoding is hashed"
+                    assert get_block_hash(block.block_hash) == live.request.block_hashes[position // self.B]
+                written[block.block_id, position % self.B] += 1
+            if self._window(part):
+                for block_id in self._private(part):
+                    assert self.pool.blocks[block_id].block_hash is None
+        assert not written or max(written.values()) == 1, "two requests write one slot"
+
+    # --- what always holds -----------------------------------------------------------------------------------------------
+
+    def _held(self, live: Live) -> list[int]:
+        return [
+            block.block_id for block in self.ours.req_to_blocks.get(live.request.request_id, ()) if not block.is_null
+        ]
+
+    def check(self) -> None:
+        holders: Counter[int] = Counter()
+        for live in self.live:
+            self._check_blocks(live)
+            holders.update(self._held(live))
+        for block in self.pool.blocks[1:]:
+            assert block.ref_cnt == holders[block.block_id]
+            assert block.ref_cnt < 2 or block.block_hash is not None, "an unhashed block has two owners"
+        assert self.pool.get_num_free_blocks() == self.num_blocks - 1 - len(holders)
+        for step in self.in_flight:
+            for part in step.parts:
+                if part.is_current:
+                    self._check_not_freed(part)
+        ids = {live.request.request_id for live in self.live}
+        assert set(self.ours._sparse_requests) <= ids
+        assert set(self.ours.req_to_blocks) <= ids
+        if self.plain is not None:
+            for live in self.live:
+                name = live.request.request_id
+                assert self.manager.get_block_ids(name) == self.plain.get_block_ids(name)
+            assert self.pool.get_num_free_blocks() == self.plain.block_pool.get_num_free_blocks()
+
+    def _check_blocks(self, live: Live) -> None:
+        """The manager's list is the form that the arithmetic says, and the worker's row is the design's (I3)."""
+        n, s, e, B, name = live.n, live.s, live.e, self.B, live.request.request_id
+        ids = self.manager.get_block_ids(name)[0]
+        num_natural = max(ceil_div(live.num_slots, B), n if live.extended else 0)
+        num_in_row = num_natural + (e if live.extended else 0)
+        assert len(ids) == num_in_row - (n - s if live.compact else 0)
+        assert num_in_row <= self.spec.max_num_blocks_per_req(fake_vllm_config(self.M), self.M)
+        if live.row is not None:
+            assert len(live.row) == num_in_row, "the worker's row has another length than the design's"
+            assert ids == ([0] * s + live.row[n:] if live.compact else live.row)
+            assert len(set(live.row[n:] if live.compact else live.row)) == len(live.row) - (n if live.compact else 0)
+        blocks = self.ours.req_to_blocks.get(name, [])
+        assert all(not block.is_null for block in blocks[s if live.compact else 0 :])
+        first = max(live.request.num_prompt_tokens, live.num_hit) // B if live.sparse else len(blocks)
+        if live.evictable:
+            first = s if live.compact else n if live.extended else first
+        for block in blocks[first:]:  # private, or decoded sparsely
+            assert block.block_hash is None, "a block that is not all prompt is hashed"
+            assert block.ref_cnt == 1
+
+    def _check_not_freed(self, part: Part) -> None:
+        """Blocks that a step in flight reads or writes are still its request's (I4)."""
+        live, N = part.live, part.live.request.num_prompt_tokens
+        used = []
+        if not live.evictable or part.start < N:
+            used += part.row[: ceil_div(min(part.end, N) if live.evictable else part.end, self.B)]
+        if self._window(part):
+            used += self._private(part)
+        if live.evictable and part.end > N:
+            used += part.row[live.n : live.n + ceil_div(part.end - live.s * self.B, self.B)]
+        held = set(self._held(live))
+        assert held.issuperset(used), "blocks went back while a step in flight reads them"
+
+    def check_idle(self) -> None:
+        """Every request has ended, whatever ended it (I9)."""
+        assert self.pool.get_num_free_blocks() == self.num_free_at_start
+        assert not self.ours._sparse_requests
+        assert not self.ours.req_to_blocks
+        assert not self.ours.num_cached_block
+        counts, self.counts = self.counts, Counts()
+        assert self.ours.take_counts() == counts
+        assert self.ours.take_counts() == Counts()

@@ -1,0 +1,186 @@
+"""The name, the options and the refusals, as a user meets them before any engine starts."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.random_models import save_llama, save_mistral
+from vllm_rocketkv import compat, plugin
+
+OPTIONS = {"prompt_budget": 256, "window_size": 16, "topk_tokens": 64, "recent_tokens": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    plugin.register()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def configure(model: str, rocketkv: Any = None, **options: Any) -> Any:
+    """The ``VllmConfig`` that ``LLM(...)`` and ``vllm serve`` build before anything else starts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {"attention_backend": "rocketkv", "skip_tokenizer_init": True, "dtype": "float32"} | options
+    if rocketkv is not None:
+        options["additional_config"] = {"rocketkv": rocketkv}
+    return EngineArgs(model=model, **options).create_engine_config()
+
+
+# --- the name ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rocketkv", "ROCKETKV", "CUSTOM", "custom"])
+def test_every_name_selects_the_backend(model: str, name: str) -> None:
+    from vllm.config import AttentionConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--attention-backend", name])
+    for options in (
+        {"attention_backend": name},
+        {"attention_backend": parsed.attention_backend},
+        {"attention_backend": None, "attention_config": AttentionConfig(backend=name)},
+        {"attention_backend": None, "attention_config": {"backend": name}},
+    ):
+        assert configure(model, OPTIONS, **options).attention_config.backend.name == compat.BACKEND_NAME
+
+
+def _name_of(pickled: bytes) -> tuple[str, str]:
+    backend = pickle.loads(pickled)
+    return backend.name, backend.get_path()
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_the_name_survives_a_new_process(model: str, method: str) -> None:
+    """A spawned engine core unpickles its configuration before it loads plugins."""
+    pickled = pickle.dumps(configure(model, OPTIONS).attention_config.backend)
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply(_name_of, (pickled,)) == (compat.BACKEND_NAME, compat.BACKEND_PATH)
+
+
+def test_registering_again_changes_nothing(model: str) -> None:
+    from vllm.platforms import current_platform
+
+    before = current_platform.check_and_update_config
+    plugin.register()
+    assert current_platform.check_and_update_config is before
+    assert configure(model, OPTIONS).attention_config.backend.name == compat.BACKEND_NAME
+
+
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], max_model_len=512, enforce_eager=True, kv_cache_memory_bytes=8 << 20, dtype="float32",
+              skip_tokenizer_init=True, **json.loads(sys.argv[2]))
+    prompts = [{"prompt_token_ids": [(7 * i + s) % 997 for i in range(n)]} for s, n in ((1, 400), (2, 33))]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False))
+    state = lambda worker: [(k, type(v.impl).__name__, str(v.kv_cache.shape), v.kv_cache.stride())
+                            for k, v in worker.vllm_config.compilation_config.static_forward_context.items()]
+    print("RESULT", json.dumps([[o.outputs[0].token_ids for o in outputs], llm.collective_rpc(state)]))
+"""
+
+
+def run_script(model: str, options: dict[str, Any], **environment: str) -> Any:
+    environment = os.environ | environment | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    command = [sys.executable, "-c", SCRIPT, model, json.dumps(options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert results, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(results[0].removeprefix("RESULT "))
+
+
+@pytest.mark.engine
+def test_installed_but_not_selected_changes_nothing(model: str) -> None:
+    """Same tokens, same layers, same cache tensors with the plugin loaded as with vLLM told to load none."""
+    assert run_script(model, {}) == run_script(model, {}, VLLM_PLUGINS="")
+
+
+# --- the refusals ------------------------------------------------------------------------------------------------------
+
+REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"prompt_bugdet": 512}, {}, "prompt_budget"),
+    ({"page_size": 3}, {}, "page_size"),
+    ({"prompt_budget": 16}, {}, "prompt_budget"),
+    ({"prompt_budget": 128}, {}, "--block-size"),
+    ({"page_size": 64, "topk_tokens": 256}, {"block_size": 32}, "page_size"),
+    ({"policy": "quest"}, {}, "policy"),
+    (OPTIONS, {"block_size": 48}, "--block-size"),
+    (OPTIONS, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+    (
+        OPTIONS,
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "--kv-transfer-config",
+    ),
+    (OPTIONS, {"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+    (OPTIONS, {"runner": "pooling", "convert": "embed"}, "pooling"),
+]
+
+
+@pytest.mark.parametrize(("rocketkv", "options", "names"), REFUSALS, ids=[str(i) for i in range(len(REFUSALS))])
+def test_refused_in_one_sentence_that_names_the_option(
+    model: str, rocketkv: dict[str, Any], options: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(ValueError, match="rocketkv") as refusal:
+        configure(model, rocketkv, **options)
+    sentence = _sentence(refusal.value)
+    assert names in sentence
+    assert "\n" not in sentence
+    assert ". " not in sentence.removesuffix(".")
+
+
+def _sentence(error: ValueError) -> str:
+    """The one line that is ours, out of pydantic's report on a ``VllmConfig``."""
+    lines = [line for line in str(error).splitlines() if "rocketkv: " in line]
+    assert len(lines) == 1, str(error)
+    text = lines[0][lines[0].index("rocketkv: ") :]
+    return text.split(" [type=")[0]
+
+
+MODELS: list[tuple[Callable[..., str], dict[str, Any], str]] = [
+    (save_mistral, {"sliding_window": 64}, "sliding-window"),
+]
+
+
+@pytest.mark.parametrize(("save", "changes", "names"), MODELS, ids=[names for _, _, names in MODELS])
+def test_unsupported_models_are_refused(
+    tmp_path: Path, save: Callable[..., str], changes: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(ValueError, match="rocketkv") as refusal:
+        configure(save(tmp_path, **changes), OPTIONS)
+    assert names in _sentence(refusal.value)
+
+
+def test_draft_models_are_refused(model: str) -> None:
+    speculative = {"model": model, "method": "draft_model", "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="rocketkv") as refusal:
+        configure(model, OPTIONS, speculative_config=speculative)
+    assert "--speculative-config" in _sentence(refusal.value)
+
+
+def test_what_is_in_effect_is_logged_once(model: str, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        configure(model, OPTIONS | {"prompt_budget": 288})
+        configure(model, OPTIONS | {"prompt_budget": 288})
+    lines = [record.getMessage() for record in caplog.records if "keeps 2 of 4 blocks" in record.getMessage()]
+    assert len(lines) == 1
+    assert "prompt_budget 288" in lines[0]

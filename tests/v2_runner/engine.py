@@ -1,0 +1,42 @@
+"""One engine, a few prompts, the tokens it gives: run by test_v2_runner.py in a process of its own."""
+
+import json
+import sys
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+PROMPT_LENGTHS = (300, 129, 40, 257)
+"""Longer than the budget and cut by chunk borders; chunk size + 1; below the budget."""
+
+
+def runner_of(worker: Any) -> str:
+    return type(worker.model_runner).__module__
+
+
+def main(model: str, rocketkv: dict[str, Any], batched_tokens: int) -> None:
+    llm = LLM(
+        model,
+        max_model_len=512,
+        max_num_batched_tokens=batched_tokens,
+        enforce_eager=True,
+        block_size=32,
+        kv_cache_memory_bytes=8 << 20,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        attention_backend="rocketkv",
+        additional_config={"rocketkv": rocketkv},
+    )
+    prompts = [[(7 * i + i * i * seed) % 997 for i in range(n)] for seed, n in enumerate(PROMPT_LENGTHS)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    result = {
+        "runner": llm.collective_rpc(runner_of)[0],
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "freed": llm.reset_prefix_cache(),
+    }
+    print("RESULT", json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))

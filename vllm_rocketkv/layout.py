@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pure arithmetic of the block layout and of the paper's budget split.
+
+Scheduler and workers both import this module and nothing else decides where a token lives: that is how they agree without
+messages. No torch and no vLLM here.
+
+Words used throughout the package:
+
+======================  ===========================================================================
+``num_prompt_tokens``   N, tokens of the prompt
+``prompt_budget``       P, most prompt tokens kept for each KV head of each layer
+``block_size``          B, tokens of one block of vLLM's paged KV cache
+``num_natural_blocks``  n = ceil(N / B), blocks of the prompt as vLLM lays it out
+``num_dropped_blocks``  s = ceil((N - P) / B), by how many blocks the request becomes shorter
+``num_private_blocks``  e = n - s, blocks that hold the kept prompt tokens
+``num_kept_tokens``     P' = N - s * B, prompt tokens really kept; P - B < P' <= P
+======================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Quotient rounded up."""
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLayout:
+    """Where the tokens of one request live before and after its prompt is evicted.
+
+    A request is *evictable* when its prompt is longer than the budget. Its block table row, append-only, is
+    ``[p_0 .. p_{n-1} | c_0 .. c_{e-1} | rest]``: prompt blocks p, private blocks c with the kept tokens right-aligned to N (so
+    that the offset inside a block stays ``position % block_size``), then whatever lies beyond the prompt.
+    """
+
+    num_prompt_tokens: int
+    prompt_budget: int
+    block_size: int
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.num_prompt_tokens > self.prompt_budget
+
+    @property
+    def num_natural_blocks(self) -> int:
+        return ceil_div(self.num_prompt_tokens, self.block_size)
+
+    @property
+    def num_dropped_blocks(self) -> int:
+        return ceil_div(max(self.num_prompt_tokens - self.prompt_budget, 0), self.block_size)
+
+    @property
+    def num_private_blocks(self) -> int:
+        return self.num_natural_blocks - self.num_dropped_blocks if self.is_evictable else 0
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Tokens by which the request becomes shorter, a whole number of blocks: position p is private slot p - dropped."""
+        return self.num_dropped_blocks * self.block_size
+
+    @property
+    def num_kept_tokens(self) -> int:
+        return self.num_prompt_tokens - self.num_dropped_tokens
+
+    @property
+    def num_hashable_tokens(self) -> int:
+        """Leading tokens whose full blocks may enter the prefix cache (I2)."""
+        return self.num_prompt_tokens // self.block_size * self.block_size
+
+    def max_prefix_hit(self, window_size: int) -> int:
+        """Longest prefix-cache hit, in tokens, that still leaves the whole observation window to compute (I7)."""
+        return (self.num_prompt_tokens - window_size) // self.block_size * self.block_size
+
+    def block_index(self, position: int) -> int:
+        """Index, in the worker's append-only row, of the block that holds the token at ``position``."""
+        block = position // self.block_size
+        if not self.is_evictable or position < self.num_prompt_tokens:
+            return block
+        return self.num_natural_blocks + block - self.num_dropped_blocks
+
+
+def max_private_blocks(prompt_budget: int, block_size: int) -> int:
+    """Upper bound of ``PromptLayout.num_private_blocks`` over every prompt length: ceil(P / B)."""
+    return ceil_div(prompt_budget, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSplit:
+    """One token budget split between the two stages (RocketKV, arXiv 2502.14051, section 3.4 and its released settings)."""
+
+    prompt_budget: int
+    """Prompt tokens that eviction keeps for each KV head."""
+    topk_tokens: int
+    """Tokens that one decode step attends to."""
+    page_size: int
+    """Tokens summarised by one KT page in the paper's adaptive choice (the engine uses one page size per server)."""
+    estimation_ratio: float
+    """c2: how much smaller the estimation's traffic must be than reading every kept key."""
+
+
+def adaptive_split(num_prompt_tokens: int, token_budget: int, max_new_tokens: int) -> BudgetSplit:
+    """Split ``token_budget`` t for a prompt of N tokens and at most ``max_new_tokens`` generated ones.
+
+    With S = N + max_new: c = max(1, S / t); r = min(0.2 + 0.06 log2 c, 0.8);
+    capacity = max(int(S / c**r), min(2 max_new, S)); P = capacity - max_new; topk = t // 2; c2 = max(1, capacity / t);
+    page = ceil(sqrt c2) if that is <= c2, else 1.
+    """
+    total = num_prompt_tokens + max_new_tokens
+    ratio = max(1.0, total / token_budget)
+    exponent = min(0.2 + 0.06 * math.log2(ratio), 0.8)
+    capacity = max(int(total / ratio**exponent), min(2 * max_new_tokens, total))
+    estimation_ratio = max(1.0, capacity / token_budget)
+    page_size = math.ceil(math.sqrt(estimation_ratio))
+    if page_size > estimation_ratio:
+        page_size = 1
+    return BudgetSplit(
+        prompt_budget=capacity - max_new_tokens,
+        topk_tokens=token_budget // 2,
+        page_size=page_size,
+        estimation_ratio=estimation_ratio,
+    )
+
+
+def adaptive_topr(head_size: int, page_size: int, estimation_ratio: float) -> int:
+    """Dimensions that the estimation reads: topr = int(D * page / c2), at least 1 and at most D."""
+    return max(1, min(head_size, int(head_size * page_size / estimation_ratio)))

