@@ -7,7 +7,7 @@ from pathlib import Path
 from vllm_rocketkv.layout import PromptLayout
 
 LAYOUT = PromptLayout(num_prompt_tokens=1100, prompt_budget=512, block_size=128)
-CELL, GAP, LEFT, ROW, TEXT = 38, 4, 190, 118, "font-family='sans-serif' font-size='13'"
+CELL, GAP, LEFT, ROW, TOP, TEXT = 38, 4, 150, 84, 40, "font-family='sans-serif' font-size='13'"
 COLOURS = {
     "prompt": "#9ecae1",
     "private": "#fdae6b",
@@ -41,20 +41,20 @@ def main() -> None:
     prompt = [(f"p{i}", "prompt") for i in range(n)]
     private = [(f"c{i}", "private") for i in range(e)]
     rows = [
-        ("1 natural", "prompt chunks run as in plain vLLM", cells(ROW, prompt[: n // 2])),
-        ("2 extended", "the window is computed; stage 1 fills c", cells(2 * ROW, [*prompt, *private])),
+        ("1 natural", "prompt chunks run as in plain vLLM", cells(TOP + ROW, prompt[: n // 2])),
+        ("2 extended", "the window is computed; stage 1 fills c", cells(TOP + 2 * ROW, [*prompt, *private])),
         (
             "3 compact",
             "p goes back, still a prefix hit",
-            cells(3 * ROW, [*[("null", "null")] * s, *private, ("d0", "decoded")]),
+            cells(TOP + 3 * ROW, [*[("null", "null")] * s, *private, ("d0", "decoded")]),
         ),
         (
             "worker's row",
             "append-only; reads from c on",
-            cells(4 * ROW, [*[("", "free")] * n, *private, ("d0", "decoded")]),
+            cells(TOP + 4 * ROW, [*[("", "free")] * n, *private, ("d0", "decoded")]),
         ),
     ]
-    width, height = LEFT + (n + e + 2) * (CELL + GAP) + 20, 5 * ROW + 20
+    width, height = LEFT + (n + e + 2) * (CELL + GAP) + 20, TOP + 5 * ROW - 20
     body = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}'>",
         f"<rect width='{width}' height='{height}' fill='white'/>",
@@ -63,12 +63,16 @@ def main() -> None:
             20,
             58,
             f"N = {LAYOUT.num_prompt_tokens} prompt tokens, budget P = {LAYOUT.prompt_budget}, block size B = "
-            f"{LAYOUT.block_size}: n = {n} prompt blocks, s = {s} fewer, e = {e} private, "
-            f"P' = {LAYOUT.num_kept_tokens} tokens kept",
+            f"{LAYOUT.block_size}",
+        ),
+        text(
+            20,
+            76,
+            f"n = {n} prompt blocks, s = {s} fewer, e = {e} private, P' = {LAYOUT.num_kept_tokens} tokens kept per KV head",
         ),
     ]
     for index, (name, note, drawn) in enumerate(rows, start=1):
-        body += [text(20, index * ROW + 18, name, "bold", 15), text(20, index * ROW - 10, note), drawn]
+        body += [text(20, TOP + index * ROW + 24, name, "bold", 15), text(LEFT, TOP + index * ROW - 8, note), drawn]
     body.append("</svg>")
     (Path(__file__).parent / "life_of_a_request.svg").write_text("\n".join(body) + "\n")
 

@@ -118,11 +118,15 @@ class Fact:
 
 
 def make_fact(index: int, depth: float) -> Fact:
-    """Fact number `index`: the first 12 share neither colour nor object, and each has its own five-digit number."""
-    number = random.Random(f"fact {index}").randint(10_000, 99_999)
+    """Fact number `index`: the first 12 share neither colour nor object, and each has its own four-digit number.
+
+    Four digits, all different, are what the demo model copies reliably when only 400 to 500 tokens of the document are kept: of
+    five it then drops the last one in a quarter of the documents, and equal digits make it jump from one to the other.
+    """
+    number = "".join(random.Random(f"fact {index}").sample("123456789", 4))
     colour = _COLOURS[index % len(_COLOURS)]
     thing = _OBJECTS[(index + index // len(_OBJECTS)) % len(_OBJECTS)]
-    return Fact(colour, thing, str(number), depth)
+    return Fact(colour, thing, number, depth)
 
 
 def needle_depths(count: int = NUM_NEEDLES) -> list[float]:

@@ -1,7 +1,7 @@
 """One real attention layer over a real paged cache, without an engine, and what it must compute.
 
-``World`` plays scheduler, block pool and model runner for a batch of requests; ``Request`` holds what every token's query, key
-and value are and works out, unpaged and from ``kernels.reference``, what the layer must answer.
+``World`` plays scheduler, block pool and model runner for a batch of requests; ``Request`` holds what every token's
+query, key and value are and works out, unpaged and from ``kernels.reference``, what the layer must answer.
 """
 
 from __future__ import annotations
@@ -490,8 +490,8 @@ class World:
         assert torch.equal(high, expected_high.float()), what
 
     def run(self, requests: list[Request], at_once: int = 6) -> None:
-        """Run all ``requests`` to their ends, in shuffled batches; one with a shared prefix starts in the very step in which its
-        owner computes it."""
+        """Run all ``requests`` to their ends, in shuffled batches; one with a shared prefix starts in the very step in
+        which its owner computes it."""
         waiting, running = list(requests), list[Request]()
         while waiting or running:
             batch = [r for r in running if self.random.random() < 0.8] or list(running)

@@ -460,11 +460,14 @@ def test_window_fits(block_size: int, group: int, window: int) -> None:
     for budget in range(window + block_size, window + 3 * block_size, 7):
         config = parse({"prompt_budget": budget, "window_size": window})
         fewest = min(config.layout(budget + k, block_size).num_private_blocks for k in range(1, block_size + 1))
-        if window * group <= 2 * fewest * block_size:
+        if window - 1 <= fewest * (2 * block_size // group):
             config.check_window_fits(block_size, group)
             continue
         with pytest.raises(ValueError, match=rf"\Arocketkv: window_size {window} with {group} query heads") as caught:
             config.check_window_fits(block_size, group)
+        if group > 2 * block_size:
+            assert "--block-size" in str(caught.value)
+            continue
         least = int(str(caught.value).split("at least ")[1].split(" ")[0])
         parse({"prompt_budget": least, "window_size": window}).check_window_fits(block_size, group)
         with pytest.raises(ValueError, match="window_size"):

@@ -6,16 +6,13 @@ vLLM's argmax may flip between two shapes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_rocketkv.config import RocketKVConfig
-
 from examples import demo_document
+from vllm_rocketkv.config import RocketKVConfig
 
 pytestmark = pytest.mark.engine
 

@@ -1,7 +1,7 @@
 """One attention layer against the plain reference, with a real paged cache and no engine (see ``layer_harness``).
 
-Every case runs a dozen requests, whose prompts lie around every border, with all ways in which a scheduler may cut them, through
-one layer in mixed batches, and compares every token's output and every byte that must not change.
+Every case runs a dozen requests, whose prompts lie around every border, with all ways in which a scheduler may cut
+them, through one layer in mixed batches, and compares every token's output and every byte that must not change.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tests.scheduler_model import (
     startup_pool,
 )
 from vllm_rocketkv.cache.manager import Form
-from vllm_rocketkv.cache.spec import RocketKVSpec, rocketkv_spec, spec_for_block_size
+from vllm_rocketkv.cache.spec import RocketKVSpec, rocketkv_spec
 from vllm_rocketkv.config import RocketKVConfig
 
 B, M = 16, 144
@@ -148,7 +148,7 @@ class ShortSchedules(Schedules):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("machine", "examples"), [(Schedules, 100), (HsaSchedules, 25), (FullSchedules, 20), (ShortSchedules, 20)]
+    ("machine", "examples"), [(Schedules, 200), (HsaSchedules, 40), (FullSchedules, 30), (ShortSchedules, 30)]
 )
 def test_random_schedules(machine: type[Schedules], examples: int) -> None:
     run_state_machine_as_test(
@@ -276,6 +276,33 @@ def test_abort_returns_every_block(stop: str) -> None:
     model.finish_all()
 
 
+def test_the_gate_counts_private_blocks() -> None:
+    """Pool of 11: 4 blocks are taken, N = 96 needs 6 + 2. A first chunk would fit; the whole request does not."""
+    model = Model(Setting(ROCKETKV))
+    occupant = model.add(32, 40)  # within the budget: no private blocks
+    for _ in range(18):
+        model.step(100)
+    assert model.pool.get_num_free_blocks() == 11 - 4
+    live = model.add(96, 2, stream=2)
+    model.step(40)
+    assert live.state == "waiting"
+    model.abort(occupant)
+    model.step(40)
+    assert live.state == "running"
+    model.finish_all()
+
+
+def test_lookahead_neither_extends_nor_takes_the_place_of_private_blocks() -> None:
+    """N = 64, W = 1: the first chunk ends one token before the window and looks three ahead, beyond the prompt."""
+    model = Model(Setting(ONE_QUERY, lookahead=3))
+    live = model.add(64, 4)
+    model.step(63)
+    assert (form_of(model, live), len(live.row)) == (Form.NATURAL, 4)
+    model.step(63)
+    assert (form_of(model, live), len(live.row)) == (Form.EXTENDED, 4 + 1 + 1)
+    model.finish_all()
+
+
 def test_finish_at_the_prefill_step() -> None:
     model = Model(Setting(ROCKETKV))
     model.add(100, 1)
@@ -313,7 +340,7 @@ def test_page_bytes(block_size: int, policy: str, dtype: str, size: int) -> None
     larger = spec.copy_with_new_block_size(2 * block_size)
     assert type(larger) is RocketKVSpec
     assert larger.page_size_bytes == 2 * (kv + kt)
-    assert spec_for_block_size(larger, block_size) == spec
+    assert larger.copy_with_new_block_size(block_size) == spec
 
 
 def test_page_bytes_are_aligned() -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,9 @@ import httpx
 import openai
 import pytest
 
-ROOT = Path(__file__).parent.parent
 from examples import demo_document
 
+ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.engine
 
 BUDGET = 512
@@ -162,8 +161,8 @@ def test_abort_mid_stream_frees_everything(server: str, client: openai.OpenAI, n
             if number == 3:
                 break
         stream.close()
+    body = {"model": "demo", "prompt": needles[3][0] + " again", "max_tokens": 400}
     with pytest.raises(httpx.ReadTimeout):  # gone while its prompt is being computed
-        body = {"model": "demo", "prompt": needles[3][0] + " again", "max_tokens": 400}
         httpx.post(f"{server}/v1/completions", json=body, timeout=0.3)
     wait_until_idle(server)
     prompt, answer = needles[0]

@@ -232,6 +232,18 @@ def collect_engine_stats() -> None:
 
     _wrap(StatLoggerManager, "record", make)
 
+    def make_initialized(original: Callable[..., Any]) -> Callable[..., Any]:
+        def log_engine_initialized(self: Any, *args: Any, **kwargs: Any) -> Any:
+            from vllm_rocketkv.metrics import register
+
+            for engine_index in self.engine_indexes:
+                register(engine_index)
+            return original(self, *args, **kwargs)
+
+        return log_engine_initialized
+
+    _wrap(StatLoggerManager, "log_engine_initialized", make_initialized)
+
 
 def refuse_streaming_input() -> None:
     """Refuse a resumable streaming-input session: its prompt grows, and the layout is a function of the prompt's length.

@@ -437,21 +437,24 @@ class RocketKVConfig(pydantic.BaseModel):
     def check_window_fits(self, block_size: int, num_query_heads_per_kv_head: int) -> None:
         """Refuse, with a ValueError of one sentence, a window whose queries do not fit into the private blocks.
 
-        While a prompt is still chunked its window queries (window_size * group vectors for each KV head) are parked in
-        the K and V slots of its private blocks, of which a request has at least floor(P / B).
+        While a prompt is still chunked, all but the newest query of its window may have to be parked in the K and V bytes of
+        its private blocks, of which a request has at least floor(P / B). A query of all heads takes as many bytes as the K and
+        V of ``group / 2`` tokens and is never split over two blocks.
         """
         if not self.evicts:
             return
-        needed = self.window_size * num_query_heads_per_kv_head
-        offered = 2 * (self.min_prompt_budget(block_size) // block_size) * block_size
-        if needed <= offered:
+        queries_per_block = 2 * block_size // num_query_heads_per_kv_head
+        parked, offered = self.window_size - 1, self.min_prompt_budget(block_size) // block_size * queries_per_block
+        if parked <= offered:
             return
         option, extra = ("token_budget", self.max_new_tokens) if self.is_adaptive else ("prompt_budget", 0)
-        least = ceil_div(needed, 2 * block_size) * block_size + extra
+        way_out = "start vLLM with a larger --block-size"
+        if queries_per_block:
+            least = ceil_div(parked, queries_per_block) * block_size + extra
+            way_out = f"raise {option} to at least {least} or lower window_size"
         raise ValueError(
             f"rocketkv: window_size {self.window_size} with {num_query_heads_per_kv_head} query heads per KV head "
-            f"parks {needed} queries, but the private blocks of {option} {getattr(self, option)} hold {offered}: "
-            f"raise {option} to at least {least} or lower window_size"
+            f"parks up to {parked} queries, but the private blocks of {option} {getattr(self, option)} hold {offered}: {way_out}"
         )
 
     # --- what the user is told ------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 _KEY_PREFIX = "rocketkv:"
 
 _HELP = {
-    "requests_evicted": "Requests whose prompt was compressed and whose prompt blocks were returned to the pool.",
+    "requests_evicted": "Requests whose prompt blocks were returned to the pool while they went on decoding.",
     "prompt_tokens_kept": "Prompt tokens kept for each KV head of each layer, over evicted requests.",
     "prompt_tokens_dropped": "Prompt tokens dropped for each KV head of each layer, over evicted requests.",
     "blocks_freed": "KV cache blocks by which evicted requests became shorter.",
-    "pages_selected": "KT pages that decode steps read, for each KV head of each layer.",
+    "pages_selected": "KT pages read by decode steps, rejected drafts included, for each KV head of each layer.",
 }
 
 

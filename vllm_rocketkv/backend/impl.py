@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer's attention in one step.
 
-Order (I11): every K and V of the batch is written, then every dense read happens, then prompts that became complete are
-compacted into their private blocks, and only then are private blocks read sparsely.
+Order (I11): every K and V of the batch is written, then prompts that became complete are compacted into their private blocks,
+then attention reads. Compaction may come before the dense reads, since it writes to private blocks alone; it must, since a
+resumed request may read its private blocks in the very step that fills them.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class RocketKVImpl(CPUAttentionBackendImpl):
             self.do_kv_cache_update(layer, key, value, kv_cache, metadata.slot_mapping)  # type: ignore[arg-type]
             for part in metadata.window_parts:
                 self._paged(layer, kv_cache, query, metadata).park(part.private_blocks, part.index, query[part.tokens])
-        if metadata.dense is not None:
-            self._dense(layer, query, key, value, kv_cache, metadata.dense, metadata.dense_tokens, output)
         for crossing, window in zip(metadata.crossings, windows, strict=owns_cache):
             self._evict(layer, kv_cache, self._paged(layer, kv_cache, query, metadata), crossing, window)
+        if metadata.dense is not None:
+            self._dense(layer, query, key, value, kv_cache, metadata.dense, metadata.dense_tokens, output)
         if owns_cache and metadata.touched_pages is not None:
             self._update_kt(self._paged(layer, kv_cache, query, metadata), metadata.touched_pages)
         if metadata.sparse is not None:
@@ -138,6 +139,18 @@ class RocketKVImpl(CPUAttentionBackendImpl):
         paged.kt[touched.block, :, 0, touched.page] = page_min
         paged.kt[touched.block, :, 1, touched.page] = page_max
 
+    def _hide_later_tokens(self, paged: PagedCache, table: torch.Tensor, rows: SparseRows) -> None:
+        """Bound each row's newest page by what the row may see: in the cache, later tokens of this step are on it as well."""
+        page = (rows.num_tokens - 1) // paged.page_size
+        first_token = page * paged.page_size
+        row = torch.arange(len(page))
+        block = rows.block_table[row, first_token // paged.block_size]
+        first_slot = block * paged.block_size + first_token % paged.block_size
+        slots = first_slot[:, None] + torch.arange(paged.page_size)
+        bounds = summarise(paged.gather_keys(slots[..., None]), rows.num_tokens - first_token, table.dtype)
+        for half, own in zip(table, bounds, strict=True):
+            half[row, :, page] = own
+
     def _sparse(self, paged: PagedCache, query: torch.Tensor, rows: SparseRows, output: torch.Tensor) -> None:
         """Stage 2: estimate on the KT table, select, attend exactly to what was selected."""
         assert self.selection is not None
@@ -145,6 +158,8 @@ class RocketKVImpl(CPUAttentionBackendImpl):
         selected = query[rows.tokens]
         table = paged.kt[rows.block_table]  # [R, blocks, num_kv_heads, 2, pages, head_size]
         table = table.permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [2, R, num_kv_heads, pages, head_size]
+        if rows.has_later_tokens:
+            self._hide_later_tokens(paged, table, rows)
         index, is_valid = self.selection.select(selected, table[0], table[1], rows.num_tokens, rows.topr)
         block = rows.block_table[:, None].expand(-1, index.shape[1], -1).gather(2, index // paged.block_size)
         slots = (block * paged.block_size + index % paged.block_size).transpose(1, 2)  # [R, K, num_kv_heads]

@@ -59,6 +59,8 @@ class SparseRows:
     """``[R]``, cached tokens that each row may see, itself included."""
     topr: torch.Tensor | None
     """``[R]``, dimensions that the estimation reads; None for all."""
+    has_later_tokens: bool
+    """Whether some request has more than one row, so that the cache holds tokens which the earlier rows must not see."""
 
 
 @dataclass
@@ -255,7 +257,8 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         if self.config.is_adaptive or self.config.topr is not None:
             topr_of = torch.tensor([self.config.topr_for(n, self.head_size) for n in batch.prompt_lens.tolist()])
             topr = topr_of[owner]
-        return SparseRows(rows, batch.private_table[owner, :width], num_tokens, topr)
+        has_later_tokens = bool((owner[1:] == owner[:-1]).any())
+        return SparseRows(rows, batch.private_table[owner, :width], num_tokens, topr, has_later_tokens)
 
     def _add_windows(
         self, metadata: RocketKVMetadata, common: CommonAttentionMetadata, batch: _Batch, slots: torch.Tensor

@@ -73,13 +73,14 @@ class RocketKVManager(FullAttentionManager):
     def admit(self, request_id: str, num_prompt_tokens: int) -> int | None:
         """Note a request that may be allocated next.
 
-        Returns the longest prefix-cache hit it may use, in tokens, or None when any hit will do.
+        Returns the longest prefix-cache hit it may use, in tokens, or None when any hit will do. A resumed request must not hit
+        beyond its prompt: its own tokens were computed sparsely, another's longer prompt was not.
         """
         if not self.config.is_sparse(num_prompt_tokens, self.block_size):
             return None
         layout = self.config.layout(num_prompt_tokens, self.block_size)
         self._sparse_requests.setdefault(request_id, SparseRequest(layout))
-        return layout.max_prefix_hit(self.config.window_size) if layout.is_evictable else None
+        return layout.max_prefix_hit(self.config.window_size) if layout.is_evictable else layout.num_hashable_tokens
 
     def get_num_blocks_to_allocate(
         self,

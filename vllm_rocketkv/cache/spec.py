@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from vllm.utils.math_utils import round_up
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
@@ -30,8 +30,7 @@ class RocketKVSpec(FullAttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Derived and not stored: vLLM derives specs of other block sizes with replace(block_size=...). A larger page is one
-        # that vLLM padded to fit other layers.
+        # A larger page is one that vLLM padded to fit other layers.
         page_size = self.kt_offset_bytes + self.kt_size_bytes
         object.__setattr__(self, "page_size_padded", max(page_size, self.page_size_padded or 0))
 
@@ -45,6 +44,10 @@ class RocketKVSpec(FullAttentionSpec):
             return 0
         values = self.num_kv_heads * 2 * (self.block_size // self.config.page_size) * self.head_size
         return round_up(values * _KT_BYTES_PER_VALUE[self.config.resolved_kt_dtype], _ALIGNMENT_BYTES)
+
+    def copy_with_new_block_size(self, block_size: int) -> Self:
+        """The same format with other blocks, free of any padding that belonged to the old size."""
+        return replace(self, block_size=block_size, page_size_padded=None)  # type: ignore[call-arg]
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Row length of the worker's append-only block table: prompt and private blocks stand in it side by side."""
@@ -67,11 +70,6 @@ def rocketkv_spec(spec: FullAttentionSpec, config: RocketKVConfig) -> RocketKVSp
     """``spec`` of a full-attention layer, as a spec of this package."""
     values = {name: getattr(spec, name) for name in FullAttentionSpec.__dataclass_fields__}
     return RocketKVSpec(**values, config=config)
-
-
-def spec_for_block_size(spec: RocketKVSpec, block_size: int) -> RocketKVSpec:
-    """The same format with other blocks, free of any padding that belonged to the old size."""
-    return replace(spec, block_size=block_size, page_size_padded=None)
 
 
 def _register() -> None:
