@@ -17,8 +17,9 @@ DEMO_MODEL = Path(os.environ.get("ROCKETKV_DEMO_MODEL", ROOT / ".cache" / "demo-
 hypothesis.settings.register_profile("rocketkv", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("rocketkv")
 
-# Kept small so that an engine leaves room for its neighbour; both cores compute (vLLM keeps one for its API otherwise).
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# The pool's size is an option of each engine; this variable, which the Makefile sets for servers, would win over it.
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+# Both cores compute; vLLM keeps one for its API otherwise.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -39,24 +40,38 @@ def tokenizer(demo_model: str) -> Any:
     return AutoTokenizer.from_pretrained(demo_model)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def make_engine(demo_model: str) -> Iterator[Callable[..., Any]]:
-    """Starts an engine on the demo model, stopping the one before: one is alive at a time."""
-    engines: list[Any] = []
+    """Starts an engine, on the demo model unless told otherwise; the one that runs is given again for the same options, and
+    stopped for others: one is alive at a time."""
+    running: dict[str, Any] = {}
 
     def stop() -> None:
-        while engines:
-            engines.pop().llm_engine.engine_core.shutdown()
+        for engine in running.values():
+            engine.llm_engine.engine_core.shutdown()
+        running.clear()
 
     def start(rocketkv: dict[str, Any] | None = None, **options: Any) -> Any:
         from vllm import LLM
 
-        stop()
         if rocketkv is not None:
             options |= {"attention_backend": "rocketkv", "additional_config": {"rocketkv": rocketkv}}
-        defaults = {"max_model_len": 8192, "max_num_batched_tokens": 8192, "max_num_seqs": 16, "enforce_eager": True}
-        engines.append(LLM(options.pop("model", demo_model), disable_log_stats=False, **(defaults | options)))
-        return engines[0]
+        defaults = {
+            "model": demo_model,
+            "max_model_len": 8192,
+            "max_num_batched_tokens": 8192,
+            "max_num_seqs": 16,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 30,
+            "disable_log_stats": False,
+        }
+        options = defaults | options
+        key = repr(options)
+        if key not in running:
+            stop()
+            running[key] = LLM(**options)
+        assert running[key].reset_prefix_cache(), "blocks were left in use"
+        return running[key]
 
     yield start
     stop()

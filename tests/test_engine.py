@@ -133,8 +133,8 @@ def test_reading_all_that_was_kept_gives_snapkvs_tokens(
     """rocketkv with room for everything kept: sparse attention on private blocks against vLLM's dense kernel on them."""
     del solo_tokens  # only keeps this test behind the fixture's engine
     everything = make_engine({"prompt_budget": BUDGET, "topk_tokens": 1024}, **SMALL)
-    tokens = generate(everything, edge_prompts, max_tokens=48)
-    assert tokens == generate(make_engine({"policy": "snapkv", "prompt_budget": BUDGET}, **SMALL), edge_prompts, 48)
+    tokens = generate(everything, edge_prompts, 24)
+    assert tokens == generate(make_engine({"policy": "snapkv", "prompt_budget": BUDGET}, **SMALL), edge_prompts, 24)
 
 
 def test_batch_hits_and_same_step_blocks(
@@ -191,18 +191,17 @@ def test_chunk_size_does_not_matter(
 
 
 def test_preempted_requests_give_the_same_tokens(make_engine: MakeEngine, tokenizer: Any) -> None:
-    """A pool in which four requests do not fit to their end: some are preempted while decoding, and resume by recomputing their
+    """A pool in which five requests do not fit to their end: some are preempted while decoding, and resume by recomputing their
     prompt and their outputs, in one step, on prefix-cache hits of their own."""
-    prompts = [prompt_of(tokenizer, n, i) for i, n in enumerate((600, 610, 620, 640))]
-    options = SMALL | {"max_model_len": 1024, "block_size": 32, "max_num_batched_tokens": 1024}
-    solo = [
-        generate(engine, [prompt], 260, ignore_eos=True)[0]
-        for engine in [make_engine({"prompt_budget": 256}, **options)]
-        for prompt in prompts
-    ]
-    blocks = 60 * 32 * 30 * (2 * 3 * 64) * 4 * 9 // 8  # a float32 block of 32 tokens, its KT table, 30 layers
-    engine = make_engine({"prompt_budget": 256}, kv_cache_memory_bytes=blocks, **options)
-    assert generate(engine, prompts, 260, ignore_eos=True) == solo
+    prompts = [prompt_of(tokenizer, n, i) for i, n in enumerate((290, 297, 300, 310, 320))]
+    options = SMALL | {"max_model_len": 448, "block_size": 32}
+    rocketkv = {"prompt_budget": 256}
+    sampling = {"max_tokens": 110, "ignore_eos": True}
+    solo = [generate(make_engine(rocketkv, **options), [prompt], **sampling)[0] for prompt in prompts]
+    # Of 30 layers: 32 tokens, 3 KV heads, 64 dimensions of K and V in float32, bounds of 8 pages in bfloat16.
+    bytes_per_block = 30 * 3 * 64 * (32 * 2 * 4 + 8 * 2 * 2)
+    engine = make_engine(rocketkv, kv_cache_memory_bytes=44 * bytes_per_block, **options)
+    assert generate(engine, prompts, **sampling) == solo
     assert metric(engine, "vllm:num_preemptions") > 0
     assert engine.reset_prefix_cache(), "blocks were left in use"
 
@@ -210,16 +209,9 @@ def test_preempted_requests_give_the_same_tokens(make_engine: MakeEngine, tokeni
 # --- what it is for ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"prompt_budget": BUDGET}, id="default"),
-        pytest.param({"prompt_budget": BUDGET, "policy": "snapkv"}, id="snapkv"),
-    ],
-)
-def test_needles_are_found(make_engine: MakeEngine, tokenizer: Any, options: dict[str, Any]) -> None:
+def test_needles_are_found(make_engine: MakeEngine, tokenizer: Any) -> None:
     """Facts at 12 places of documents of 1K to 7K tokens, with 512 tokens kept."""
-    engine = make_engine(options)
+    engine = make_engine({"prompt_budget": BUDGET})
     needles = [needle(tokenizer, n, i) for i, n in enumerate(NEEDLE_LENGTHS)]
     outputs = generate(engine, [tokens for tokens, _ in needles], demo_document.ANSWER_TOKENS)
     found = [answer in tokenizer.decode(output) for output, (_, answer) in zip(outputs, needles, strict=True)]
@@ -230,6 +222,7 @@ def test_needles_are_found(make_engine: MakeEngine, tokenizer: Any, options: dic
 @pytest.mark.parametrize(
     "options",
     [
+        pytest.param({"policy": "snapkv", "prompt_budget": BUDGET}, id="snapkv"),
         pytest.param({"preset": "reference"}, id="reference"),
         pytest.param({"preset": "trtllm"}, id="trtllm"),
         pytest.param({"policy": "hsa"}, id="hsa"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,15 +20,6 @@ MakeEngine = Callable[..., Any]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _pool_by_option() -> Iterator[None]:
-    """The pool's size by vLLM's option: the environment variable would win over it."""
-    space = os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    yield
-    if space is not None:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = space
 
 
 @pytest.fixture(scope="module")

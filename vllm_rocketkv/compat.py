@@ -174,7 +174,7 @@ def keep_window_out_of_prefix_hits() -> None:
             if cap is None:
                 return original(self, request, *args, **kwargs)
             find = coordinator.find_longest_cache_hit
-            coordinator.find_longest_cache_hit = lambda hashes, length, *rest: find(hashes, min(length, cap), *rest)
+            coordinator.find_longest_cache_hit = lambda hashes, length, **kw: find(hashes, min(length, cap), **kw)
             try:
                 return original(self, request, *args, **kwargs)
             finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import multiprocessing
 import reprlib
 from collections.abc import Mapping
 from functools import lru_cache
@@ -181,7 +182,9 @@ class RocketKVConfig(pydantic.BaseModel):
                 raise ValueError(str(first["ctx"]["error"])) from None
             name = str(first["loc"][0])
             cls._refuse_value(name, written_as.get(name, name), canonical[name])
-        if written_as:
+        if (
+            written_as and multiprocessing.parent_process() is None
+        ):  # once: engine and workers parse the same mapping again
             pairs = ", ".join(f"{alias} -> {name}={getattr(config, name)}" for name, alias in written_as.items())
             logger.info("rocketkv: options accepted under another system's name: %s", pairs)
         return config

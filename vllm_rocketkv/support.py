@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -22,7 +25,13 @@ def config_of(vllm_config: VllmConfig) -> RocketKVConfig:
     """The options of ``--additional-config '{"rocketkv": {...}}'``."""
     additional_config = vllm_config.additional_config
     options = additional_config.get("rocketkv") if isinstance(additional_config, dict) else None
-    return RocketKVConfig.parse(options)
+    return _parse(json.dumps(options, default=repr))
+
+
+@cache
+def _parse(options: str) -> RocketKVConfig:
+    """Once for the same options: every attention layer of a model asks."""
+    return RocketKVConfig.parse(json.loads(options))
 
 
 def check_vllm_config(vllm_config: VllmConfig) -> None:
@@ -101,6 +110,8 @@ def _has_other_layer_types(text_config: object) -> bool:
 
 
 def _log_effective(vllm_config: VllmConfig, config: RocketKVConfig) -> None:
+    if multiprocessing.parent_process() is not None:
+        return  # the process that the user started has said it
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
