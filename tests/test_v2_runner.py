@@ -40,7 +40,7 @@ def run_engine(model: str, rocketkv: dict[str, Any], use_v2: bool, batched_token
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("policy", ["rocketkv", "snapkv", "hsa"])
+@pytest.mark.parametrize("policy", ["rocketkv", "hsa"])
 def test_v2_runner_gives_the_tokens_of_v1(random_model: str, policy: str) -> None:
     options = {"prompt_budget": 64, "window_size": 16, "topk_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
     v1 = run_engine(random_model, options | {"policy": policy}, use_v2=False)
