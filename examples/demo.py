@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense vLLM against rocketkv, offline, on long documents with a fact planted in each.
 
     python examples/demo.py [--requests 4] [--tokens 7000] [--rocketkv '{"prompt_budget": 512}']
@@ -50,15 +51,24 @@ def run(options: argparse.Namespace, backend: str | None) -> Outcome:
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=MAX_MODEL_LEN,
         enforce_eager=True,
+        kv_cache_memory_bytes=1 << 30,
         disable_log_stats=False,
         **ours,
     )
-    depths = demo_document.needle_depths(options.requests)
+    depths = demo_document.needle_depths()
     prompts = [
-        demo_document.needle_prompt(engine.get_tokenizer(), options.tokens, depths[i], i)[0]
-        for i in range(options.requests)
+        demo_document.needle_prompt(engine.get_tokenizer(), options.tokens, depths[fact % len(depths)], fact)[0]
+        for fact in _fact_numbers(options.requests)
     ]
-    return _answer(engine, prompts, options.output_tokens)
+    try:
+        return _answer(engine, prompts, options.output_tokens)
+    finally:
+        engine.llm_engine.engine_core.shutdown()  # this process waits for the engine's before it ends
+
+
+def _fact_numbers(requests: int) -> range:
+    """Facts spread over the documents' depths."""
+    return range(2, 2 + 3 * requests, 3)
 
 
 def _answer(engine: Any, prompts: list[str], output_tokens: int) -> Outcome:
@@ -105,7 +115,7 @@ def report(options: argparse.Namespace, plain: Outcome, ours: Outcome) -> str:
     """The comparison as a Markdown table."""
     config = RocketKVConfig.parse(options.rocketkv)
     layouts = [config.layout(n, ours.block_size) for n in ours.prompt_lengths]
-    expected = [demo_document.make_fact(i, 0.0).number for i in range(options.requests)]
+    expected = [demo_document.make_fact(fact, 0.0).number for fact in _fact_numbers(options.requests)]
     found = [sum(a == e for a, e in zip(outcome.answers, expected, strict=True)) for outcome in (plain, ours)]
     speed = plain.seconds_per_token / ours.seconds_per_token
     rows = [
@@ -117,7 +127,11 @@ def report(options: argparse.Namespace, plain: Outcome, ours: Outcome) -> str:
             f"{sum(layout.num_kept_tokens for layout in layouts)}",
         ),
         ("KV blocks held, all prompts computed", f"{plain.blocks_after_prefill}", f"{ours.blocks_after_prefill}"),
-        ("KV blocks held, last step", f"{plain.blocks_while_decoding}", f"{ours.blocks_while_decoding}"),
+        (
+            "KV blocks held by the last request to end",
+            f"{plain.blocks_while_decoding}",
+            f"{ours.blocks_while_decoding}",
+        ),
         (
             f"time per output token, batch {options.requests}",
             f"{plain.seconds_per_token * 1e3:.0f} ms",

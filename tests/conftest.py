@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by all tests: the demo model, its tokenizer, engines in processes of their own, and hypothesis' profile."""
 
 from __future__ import annotations

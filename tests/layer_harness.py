@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One real attention layer over a real paged cache, without an engine, and what it must compute.
 
 ``World`` plays scheduler, block pool and model runner for a batch of requests; ``Request`` holds what every token's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random models of two small layers, for tests that need an engine and no sense."""
 
 from __future__ import annotations

@@ -345,6 +345,8 @@ class Model:
         if live.evictable:
             longest = min(longest, (N - self.W) // self.B * self.B)
             assert N - hit >= self.W, "a hit leaves less than the window"
+        elif live.sparse:  # its own tokens were computed sparsely, a longer prompt that begins with them was not
+            longest = min(longest, N // self.B * self.B)
         assert hit == longest == len(blocks.blocks[0]) * self.B
         if self.plain is None:
             return hit, (blocks, None)

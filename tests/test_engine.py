@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real engine on the real model: oracles are plain vLLM's tokens, planted facts, and counts that follow from lengths.
 
 Where two runs must give the same tokens although batches differ in shape, the model runs in float32: in bfloat16 even plain

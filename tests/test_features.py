@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM features beside rocketkv on a small random model in float32: each must give the tokens of a run without it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attention layer against the plain reference, with a real paged cache and no engine (see ``layer_harness``).
 
 Every case runs a dozen requests, whose prompts lie around every border, with all ways in which a scheduler may cut

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The name, the options and the refusals, as a user meets them before any engine starts."""
 
 from __future__ import annotations
@@ -123,7 +124,12 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"page_size": 64, "topk_tokens": 256}, {"block_size": 32}, "page_size"),
     ({"policy": "quest"}, {}, "policy"),
     (OPTIONS, {"block_size": 48}, "--block-size"),
+    ({"sink_tokens": 4096, "policy": "snapkv"}, {}, "sink_tokens"),
     (OPTIONS, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+    (OPTIONS, {"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype"),
+    (OPTIONS, {"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+    (OPTIONS, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+    (OPTIONS, {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
     (
         OPTIONS,
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
@@ -154,8 +160,16 @@ def _sentence(error: ValueError) -> str:
     return text.split(" [type=")[0]
 
 
+@pytest.mark.parametrize("misplaced", [{"prompt_budget": 512}, {"RocketKV": {}}, {"rocket_kv": {"policy": "full"}}])
+def test_options_in_the_wrong_place_are_refused(model: str, misplaced: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="rocketkv") as refusal:
+        configure(model, additional_config=misplaced)
+    assert "--additional-config" in _sentence(refusal.value)
+
+
 MODELS: list[tuple[Callable[..., str], dict[str, Any], str]] = [
     (save_mistral, {"sliding_window": 64}, "sliding-window"),
+    (save_llama, {"head_dim": 48}, "head size 48"),
 ]
 
 

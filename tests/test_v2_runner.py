@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model runner V2 and its Triton kernels in the real engine, in Triton's interpreter, against V1 on the same model.
 
 V2 is what runs on GPUs by default. The interpreter is slow, so the model is a random one of two layers.

@@ -200,10 +200,11 @@ def publish_engine_stats() -> None:
             from vllm_rocketkv.metrics import pack
 
             stats = original(self, *args, **kwargs)
-            if stats is not None:
-                for manager in self.kv_cache_manager.coordinator.single_type_managers:
-                    if isinstance(manager, RocketKVManager):
-                        stats.num_kv_fetch_reqs_by_stage.update(pack(manager.take_counts()))
+            for manager in self.kv_cache_manager.coordinator.single_type_managers:
+                if isinstance(manager, RocketKVManager):
+                    counts = manager.take_counts()
+                    if stats is not None:
+                        stats.num_kv_fetch_reqs_by_stage.update(pack(counts))
             return stats
 
         return make_stats
@@ -288,7 +289,7 @@ def give_prompt_lens_to_builders_v1() -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
             global _v1_prompt_lens
-            _v1_prompt_lens = self.input_batch.num_prompt_tokens_cpu_tensor
+            _v1_prompt_lens = self.input_batch.num_prompt_tokens_cpu_tensor[: self.input_batch.num_reqs]
             try:
                 return original(self, *args, **kwargs)
             finally:

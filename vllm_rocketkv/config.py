@@ -14,7 +14,6 @@ import multiprocessing
 import reprlib
 from collections.abc import Mapping
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self, get_args, get_origin
 
 import pydantic
@@ -28,75 +27,12 @@ from vllm_rocketkv.layout import (
     ceil_div,
     max_private_blocks,
 )
+from vllm_rocketkv.options import ALIASES, PLANNED, POLICIES, PRESETS
 
 logger = logging.getLogger("vllm.rocketkv.config")  # a child of vLLM's logger: the same handlers and format
 
 Policy = Literal["full", "snapkv", "hsa", "rocketkv"]
 Preset = Literal["default", "reference", "trtllm"]
-
-POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "full": ("none", "none"),
-        "snapkv": ("snapkv", "none"),
-        "hsa": ("none", "hsa"),
-        "rocketkv": ("snapkv", "hsa"),
-    }
-)
-"""Every policy is a pair: what to keep (eviction) and what to read (selection)."""
-
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "default": {},  # the defaults of the fields themselves
-        # What the authors evaluate (arXiv 2502.14051 and its released settings), with one page size for the server.
-        "reference": {
-            "token_budget": 512,
-            "sink_tokens": 0,
-            "recent_tokens": 0,
-            "page_size": 2,
-            "granularity": "token",
-            "temperature": "adaptive",
-            "window_softmax": "all",
-        },
-        # TensorRT-LLM's RocketSparseAttentionConfig.
-        "trtllm": {
-            "prompt_budget": 2048,
-            "window_size": 32,
-            "kernel_size": 63,
-            "sink_tokens": 0,
-            "recent_tokens": 0,
-            "page_size": 4,
-            "topk_tokens": 256,
-            "topr": None,
-            "kt_dtype": "float8_e5m2",
-            "window_softmax": "prefix",
-            "granularity": "page",
-            "temperature": "constant",
-        },
-    }
-)
-"""Defaults that a preset puts in place of the fields' own; explicit options override them."""
-
-PLANNED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"policy": ("streaming_llm", "h2o", "quest", "rocketkv_mt"), "preset": ("blog",)}
-)
-"""Values that the design knows and this release does not have yet."""
-
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        # TensorRT-LLM's RocketSparseAttentionConfig; the names it shares with us need no alias.
-        "algorithm": "policy",
-        "topk": "topk_tokens",  # counted in KT pages there
-        "kt_cache_dtype": "kt_dtype",
-        # The tutorial's names.
-        "sparse_attention_type": "policy",
-        "observation_window": "window_size",
-        "sink_token_size": "sink_tokens",
-        "top_k_tokens": "topk_tokens",
-        "kernel_downsample": "page_size",  # tokens of one KT entry
-        "enable_multiturn": "policy",  # false is what every policy here does
-    }
-)
-"""Other systems' name of an option, and ours."""
 
 _METHOD_NAMES = {"algorithm": "rocket", "sparse_attention_type": "RocketKV"}
 
@@ -172,7 +108,10 @@ class RocketKVConfig(pydantic.BaseModel):
             _refuse("rocketkv", f'is {_show(options)}, but must be a JSON object such as {{"prompt_budget": 2048}}')
         for name in options:
             if name not in cls.model_fields and name not in ALIASES:
-                _refuse(str(name), f"is unknown: the nearest known name is '{cls._nearest_name(str(name))}'")
+                _refuse(
+                    " ".join(str(name).split()),
+                    f"is unknown: the nearest known name is '{cls._nearest_name(str(name))}'",
+                )
         canonical, written_as = cls._resolve_aliases(options)
         try:
             config = cls.model_validate(canonical)
@@ -287,6 +226,12 @@ class RocketKVConfig(pydantic.BaseModel):
                 "prompt_budget",
                 f"is {self.prompt_budget}, less than window_size {self.window_size}, which is always kept: "
                 "raise prompt_budget or lower window_size",
+            )
+        if self.evicts and not self.is_adaptive and self.prompt_budget <= self.window_size + self.sink_tokens:
+            _refuse(
+                "sink_tokens",
+                f"is {self.sink_tokens}: with window_size {self.window_size} it leaves nothing of prompt_budget "
+                f"{self.prompt_budget} to choose, lower it or raise prompt_budget",
             )
         if self.selects:
             self._check_topk()
@@ -414,8 +359,8 @@ class RocketKVConfig(pydantic.BaseModel):
         return 1 + max(self.prompt_budget_for(min(max(n, 1), max_model_len), block_size) for n in lengths)
 
     def max_private_blocks(self, max_model_len: int, block_size: int) -> int:
-        """Upper bound of e, private blocks of one request, over every prompt length; 0 if the policy does not evict."""
-        if not self.evicts:
+        """Upper bound of e, private blocks of one request, over every prompt length; 0 if nothing can be evicted."""
+        if not self.evicts or (not self.is_adaptive and self.prompt_budget >= max_model_len):
             return 0
         return max_private_blocks(self.max_prompt_budget(max_model_len, block_size), block_size)
 

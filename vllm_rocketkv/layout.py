@@ -76,7 +76,10 @@ class PromptLayout:
         return (self.num_prompt_tokens - window_size) // self.block_size * self.block_size
 
     def block_index(self, position: int) -> int:
-        """Index, in the worker's append-only row, of the block that holds the token at ``position``."""
+        """Index, in the worker's append-only row, of the block that holds the token at ``position``.
+
+        The worker computes it for whole batches at once (``backend/metadata.py``); tests hold the two together.
+        """
         block = position // self.block_size
         if not self.is_evictable or position < self.num_prompt_tokens:
             return block

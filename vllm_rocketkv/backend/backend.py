@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend that vLLM loads for ``--attention-backend rocketkv``. Device dispatch is here and nowhere else."""
+"""The attention backend that vLLM loads for ``--attention-backend rocketkv``. Device dispatch will be here and nowhere else:
+until there are GPU kernels, CPUs are the one device."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class RocketKVBackend(CPUAttentionBackend):
 
     # The runner's slot mapping is wrong for tokens beyond an evicted prompt, so keys and values are written in forward().
     forward_includes_kv_cache_update: bool = True
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto"]
 
     config: ClassVar[RocketKVConfig | None] = None
     """The options in effect in this process, noted when an attention layer is built."""

@@ -22,6 +22,9 @@ from vllm_rocketkv.kernels.attention import attend_selected
 from vllm_rocketkv.selection import SELECTION_POLICIES
 from vllm_rocketkv.selection.page_summary import summarise
 
+MAX_GATHERED_ELEMENTS = 1 << 24
+"""Elements of KT table and selected keys gathered at once, per layer: bounds the memory of a step with many sparse rows."""
+
 
 class RocketKVImpl(CPUAttentionBackendImpl):
     """vLLM's dense CPU attention for prompt parts, this package for the rest."""
@@ -152,17 +155,25 @@ class RocketKVImpl(CPUAttentionBackendImpl):
             half[row, :, page] = own
 
     def _sparse(self, paged: PagedCache, query: torch.Tensor, rows: SparseRows, output: torch.Tensor) -> None:
-        """Stage 2: estimate on the KT table, select, attend exactly to what was selected."""
+        """Stage 2 for as many rows at once as fit ``MAX_GATHERED_ELEMENTS``: a resumed request may bring thousands."""
+        pages = rows.block_table.shape[1] * paged.block_size // paged.page_size
+        elements_per_row = paged.num_kv_heads * paged.head_size * (2 * pages + self.config.topk_for_step)
+        rows_at_once = max(1, MAX_GATHERED_ELEMENTS // elements_per_row)
+        for start in range(0, len(rows.tokens), rows_at_once):
+            part = rows.part(start, start + rows_at_once)
+            output[part.tokens] = self._attend_selected(paged, query[part.tokens], part)
+
+    def _attend_selected(self, paged: PagedCache, query: torch.Tensor, rows: SparseRows) -> torch.Tensor:
+        """Estimate on the KT table, select, attend exactly to what was selected; ``query`` ``[R, num_heads, head_size]``."""
         assert self.selection is not None
         assert paged.kt is not None
-        selected = query[rows.tokens]
         table = paged.kt[rows.block_table]  # [R, blocks, num_kv_heads, 2, pages, head_size]
         table = table.permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [2, R, num_kv_heads, pages, head_size]
         if rows.has_later_tokens:
             self._hide_later_tokens(paged, table, rows)
-        index, is_valid = self.selection.select(selected, table[0], table[1], rows.num_tokens, rows.topr)
+        index, is_valid = self.selection.select(query, table[0], table[1], rows.num_tokens, rows.topr)
         block = rows.block_table[:, None].expand(-1, index.shape[1], -1).gather(2, index // paged.block_size)
         slots = (block * paged.block_size + index % paged.block_size).transpose(1, 2)  # [R, K, num_kv_heads]
         keys = paged.gather_keys(slots).transpose(1, 2)
         values = paged.gather_values(slots).transpose(1, 2)
-        output[rows.tokens] = attend_selected(selected, keys, values, is_valid, self.scale, self.logits_soft_cap)
+        return attend_selected(query, keys, values, is_valid, self.scale, self.logits_soft_cap)

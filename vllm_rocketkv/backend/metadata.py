@@ -62,6 +62,17 @@ class SparseRows:
     has_later_tokens: bool
     """Whether some request has more than one row, so that the cache holds tokens which the earlier rows must not see."""
 
+    def part(self, start: int, stop: int) -> SparseRows:
+        """Rows ``start`` to ``stop``."""
+        topr = self.topr[start:stop] if self.topr is not None else None
+        return SparseRows(
+            self.tokens[start:stop],
+            self.block_table[start:stop],
+            self.num_tokens[start:stop],
+            topr,
+            self.has_later_tokens,
+        )
+
 
 @dataclass
 class TouchedPages:

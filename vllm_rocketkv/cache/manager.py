@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -64,6 +64,7 @@ class RocketKVManager(FullAttentionManager):
         self._sparse_requests: dict[str, SparseRequest] = {}
         self._counts = Counts()
         self._totals = Counts()
+        self._logged = Counts()
         self._last_log = -math.inf
 
     @property
@@ -177,15 +178,20 @@ class RocketKVManager(FullAttentionManager):
     # --- counts --------------------------------------------------------------------------------------------------------
 
     def take_counts(self) -> Counts:
-        """Counts since the last call."""
+        """Counts since the last call, after every step; totals are logged now and then, and when the last request ended."""
         counts, self._counts = self._counts, Counts()
+        self._totals += counts
+        if self._totals.requests_evicted and self._totals != self._logged:
+            is_due = time.monotonic() - self._last_log >= self.config.log_interval_seconds
+            if is_due or not self._sparse_requests:
+                self._log_totals()
         return counts
 
     def _count_selected_pages(self, request: SparseRequest, num_tokens_main_model: int) -> None:
         layout = request.layout
         first = max(request.num_computed_tokens, layout.num_prompt_tokens)
         for position in range(first, num_tokens_main_model):
-            self._add(Counts(pages_selected=self.config.num_selected_pages(position + 1 - layout.num_dropped_tokens)))
+            self._counts.pages_selected += self.config.num_selected_pages(position + 1 - layout.num_dropped_tokens)
 
     def _count_eviction(self, request_id: str, layout: PromptLayout) -> None:
         logger.debug(
@@ -196,26 +202,16 @@ class RocketKVManager(FullAttentionManager):
             layout.num_dropped_blocks,
             layout.num_natural_blocks,
         )
-        self._add(
-            Counts(
-                requests_evicted=1,
-                prompt_tokens_kept=layout.num_kept_tokens,
-                prompt_tokens_dropped=layout.num_dropped_tokens,
-                blocks_freed=layout.num_dropped_blocks,
-            )
+        self._counts += Counts(
+            requests_evicted=1,
+            prompt_tokens_kept=layout.num_kept_tokens,
+            prompt_tokens_dropped=layout.num_dropped_tokens,
+            blocks_freed=layout.num_dropped_blocks,
         )
-        self._log_totals()
-
-    def _add(self, counts: Counts) -> None:
-        self._counts += counts
-        self._totals += counts
 
     def _log_totals(self) -> None:
-        now = time.monotonic()
-        if now - self._last_log < self.config.log_interval_seconds:
-            return
-        self._last_log = now
-        totals = self._totals
+        self._last_log = time.monotonic()
+        totals = self._logged = replace(self._totals)
         logger.info(
             "RocketKV: requests evicted: %d, prompt tokens kept: %d, dropped: %d, blocks freed: %d, pages selected: %d",
             totals.requests_evicted,
