@@ -102,7 +102,7 @@ serve: install $(if $(filter $(DEMO_MODEL),$(MODEL)),model) ## Serve the demo mo
 	  $(if $(ROCKETKV),--additional-config '{"rocketkv": $(ROCKETKV)}') $(ARGS)
 
 .PHONY: demo
-demo: install model ## Dense vLLM against rocketkv on one long prompt
+demo: install model ## Plain vLLM against rocketkv on four long documents
 	@$(RUN) python examples/demo.py
 
 .PHONY: lint

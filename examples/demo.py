@@ -25,6 +25,7 @@ from examples import demo_document
 from vllm_rocketkv.config import RocketKVConfig
 
 MAX_MODEL_LEN = 8192
+POOL_BYTES = 1 << 30
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Outcome:
     blocks_after_prefill: int
     blocks_while_decoding: int
     block_size: int
+    mib_per_block: float
     seconds_per_token: float
 
 
@@ -51,7 +53,7 @@ def run(options: argparse.Namespace, backend: str | None) -> Outcome:
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=MAX_MODEL_LEN,
         enforce_eager=True,
-        kv_cache_memory_bytes=1 << 30,
+        kv_cache_memory_bytes=POOL_BYTES,
         disable_log_stats=False,
         **ours,
     )
@@ -93,8 +95,9 @@ def _answer(engine: Any, prompts: list[str], output_tokens: int) -> Outcome:
         answers=[output.outputs[0].text.strip().split()[0].strip(".") for output in ordered],
         prompt_lengths=[len(output.prompt_token_ids) for output in ordered],
         blocks_after_prefill=held[0],
-        blocks_while_decoding=held[-1],
+        blocks_while_decoding=held[2],  # two steps later the last prompt is compacted, and no request has ended
         block_size=core.vllm_config.cache_config.block_size,
+        mib_per_block=POOL_BYTES / core.vllm_config.cache_config.num_gpu_blocks / 2**20,
         # The first step of the timed ones still holds the last prompt.
         seconds_per_token=statistics.median(step_seconds[1:]),
     )
@@ -122,16 +125,12 @@ def report(options: argparse.Namespace, plain: Outcome, ours: Outcome) -> str:
         ("answers", ", ".join(plain.answers), ", ".join(ours.answers)),
         ("facts found", f"{found[0]} of {len(expected)}", f"{found[1]} of {len(expected)}"),
         (
-            "prompt tokens kept per KV head",
+            "prompt tokens kept per KV head, all documents",
             f"{sum(plain.prompt_lengths)}",
             f"{sum(layout.num_kept_tokens for layout in layouts)}",
         ),
-        ("KV blocks held, all prompts computed", f"{plain.blocks_after_prefill}", f"{ours.blocks_after_prefill}"),
-        (
-            "KV blocks held by the last request to end",
-            f"{plain.blocks_while_decoding}",
-            f"{ours.blocks_while_decoding}",
-        ),
+        ("KV blocks held, last prompt just computed", *(_size(o, o.blocks_after_prefill) for o in (plain, ours))),
+        ("KV blocks held, decoding", *(_size(o, o.blocks_while_decoding) for o in (plain, ours))),
         (
             f"time per output token, batch {options.requests}",
             f"{plain.seconds_per_token * 1e3:.0f} ms",
@@ -140,6 +139,10 @@ def report(options: argparse.Namespace, plain: Outcome, ours: Outcome) -> str:
     ]
     lines = ["| | plain vLLM | rocketkv |", "|---|---|---|"]
     return "\n".join(lines + [f"| {name} | {left} | {right} |" for name, left, right in rows])
+
+
+def _size(outcome: Outcome, blocks: int) -> str:
+    return f"{blocks} ({blocks * outcome.mib_per_block:.0f} MiB)"
 
 
 def main() -> None:
@@ -152,6 +155,7 @@ def main() -> None:
     parser.add_argument("--rocketkv", type=json.loads, default={"prompt_budget": 512}, help="options, as JSON")
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the pool's size given to the engine
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     plain, ours = _in_own_process(options, None), _in_own_process(options, "rocketkv")
     from vllm import __version__ as vllm_version

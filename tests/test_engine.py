@@ -112,8 +112,9 @@ def test_below_the_budget_nothing_changes(
 
 # --- one request, however it is computed -------------------------------------------------------------------------------
 
-EDGE_LENGTHS = (513, 530, 1025, 1100, 1536, 1900)
-"""Among them chunk size + 1, and windows that a chunk border cuts."""
+EDGE_LENGTHS = (513, 530, 1025, 1536, 2049, 2300)
+"""Among them chunk size + 1 of both chunk sizes below, and windows that a chunk border cuts."""
+EDGE = SMALL | {"max_model_len": 2560, "max_num_batched_tokens": 2560}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def edge_prompts(tokenizer: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def solo_tokens(make_engine: MakeEngine, edge_prompts: list[list[int]]) -> list[list[int]]:
     """Each prompt alone, in one chunk, under the default policy."""
-    engine = make_engine({"prompt_budget": BUDGET}, **SMALL)
+    engine = make_engine({"prompt_budget": BUDGET}, **EDGE)
     return one_by_one(engine, edge_prompts, max_tokens=24)
 
 
@@ -133,9 +134,9 @@ def test_reading_all_that_was_kept_gives_snapkvs_tokens(
 ) -> None:
     """rocketkv with room for everything kept: sparse attention on private blocks against vLLM's dense kernel on them."""
     del solo_tokens  # only keeps this test behind the fixture's engine
-    everything = make_engine({"prompt_budget": BUDGET, "topk_tokens": 1024}, **SMALL)
+    everything = make_engine({"prompt_budget": BUDGET, "topk_tokens": 1024}, **EDGE)
     tokens = generate(everything, edge_prompts, 24)
-    assert tokens == generate(make_engine({"policy": "snapkv", "prompt_budget": BUDGET}, **SMALL), edge_prompts, 24)
+    assert tokens == generate(make_engine({"policy": "snapkv", "prompt_budget": BUDGET}, **EDGE), edge_prompts, 24)
 
 
 def test_batch_hits_and_same_step_blocks(
@@ -143,7 +144,7 @@ def test_batch_hits_and_same_step_blocks(
 ) -> None:
     """In one batch; the same prompt twice in one batch, of which one is admitted onto blocks that the other computes in that
     step; and again, on prefix-cache hits of an evicted prompt."""
-    engine = make_engine({"prompt_budget": BUDGET}, **SMALL)
+    engine = make_engine({"prompt_budget": BUDGET}, **EDGE)
     assert generate(engine, edge_prompts, 24) == solo_tokens
     assert engine.reset_prefix_cache()
     twice = [edge_prompts[-1], edge_prompts[-1]]
@@ -156,7 +157,7 @@ def test_batch_hits_and_same_step_blocks(
 
 
 def test_seeded_samples_differ_and_repeat(make_engine: MakeEngine, edge_prompts: list[list[int]]) -> None:
-    engine = make_engine({"prompt_budget": BUDGET}, **SMALL)
+    engine = make_engine({"prompt_budget": BUDGET}, **EDGE)
     sampling = {"n": 4, "temperature": 1.0, "seed": 7}
     first = generate(engine, [edge_prompts[-1]], 24, **sampling)
     assert len({tuple(tokens) for tokens in first}) == 4
@@ -165,7 +166,7 @@ def test_seeded_samples_differ_and_repeat(make_engine: MakeEngine, edge_prompts:
 
 def test_counts_follow_from_lengths(make_engine: MakeEngine, edge_prompts: list[list[int]]) -> None:
     config = RocketKVConfig(prompt_budget=BUDGET)
-    engine = make_engine({"prompt_budget": BUDGET}, **SMALL)
+    engine = make_engine({"prompt_budget": BUDGET}, **EDGE)
     before = our_counts()
     num_output_tokens = 10
     generate(engine, edge_prompts, num_output_tokens, ignore_eos=True)
@@ -182,11 +183,11 @@ def test_counts_follow_from_lengths(make_engine: MakeEngine, edge_prompts: list[
     assert {name: value - before[name] for name, value in our_counts().items()} == expected
 
 
-@pytest.mark.parametrize("chunk_size", [512, 1024])
+@pytest.mark.parametrize("chunk_size", [512, 2048])
 def test_chunk_size_does_not_matter(
     make_engine: MakeEngine, edge_prompts: list[list[int]], solo_tokens: list[list[int]], chunk_size: int
 ) -> None:
-    engine = make_engine({"prompt_budget": BUDGET}, **(SMALL | {"max_num_batched_tokens": chunk_size}))
+    engine = make_engine({"prompt_budget": BUDGET}, **(EDGE | {"max_num_batched_tokens": chunk_size}))
     assert one_by_one(engine, edge_prompts, 24) == solo_tokens
     assert generate(engine, edge_prompts, 24) == solo_tokens
 

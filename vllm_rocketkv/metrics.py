@@ -20,7 +20,7 @@ _HELP = {
     "prompt_tokens_kept": "Prompt tokens kept for each KV head of each layer, over evicted requests.",
     "prompt_tokens_dropped": "Prompt tokens dropped for each KV head of each layer, over evicted requests.",
     "blocks_freed": "KV cache blocks by which evicted requests became shorter.",
-    "pages_selected": "KT pages read by decode steps, rejected drafts included, for each KV head of each layer.",
+    "pages_selected": "Pages of K and V selected by decode steps, rejected drafts included, for each KV head of each layer.",
 }
 
 
