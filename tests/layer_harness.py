@@ -468,7 +468,8 @@ class World:
             assert torch.equal(self.pages[prompt][tails], before[prompt][tails]), "KT of a prompt block was written"
 
     def check_summaries(self, request: Request, start: int, end: int) -> None:
-        """The KT table bounds the keys and is as tight as its dtype allows (I8); read by the format's documentation."""
+        """The KT table bounds the keys of full pages and is as tight as its dtype allows (I8); read by the format's
+        documentation. A partly filled page has no entry yet."""
         config, shape = self.config, self.shape
         if not config.selects or (config.evicts and not (request.is_evicted and end >= request.num_prompt)):
             return
@@ -479,8 +480,9 @@ class World:
         first = request.num_natural if request.is_evicted else 0
         blocks = request.row[first : first + -(-len(keys) // shape.block_size)]
         table = self.pages[blocks, self.spec.kt_offset_bytes : self.spec.kt_offset_bytes + num_bytes].view(dtype)
-        table = table.view(len(blocks), shape.num_kv_heads, 2, pages, shape.head_size).float().permute(2, 1, 0, 3, 4)
-        low, high = table.flatten(2, 3)[:, :, : -(-len(keys) // config.page_size)]
+        table = table.view(len(blocks), shape.num_kv_heads, shape.head_size, 2, pages).float().permute(3, 1, 0, 4, 2)
+        keys = keys[: len(keys) // config.page_size * config.page_size]
+        low, high = table.flatten(2, 3)[:, :, : len(keys) // config.page_size]
         expected_low, expected_high = reference.page_summaries(keys, config.page_size, dtype)
         of_token = torch.arange(len(keys)) // config.page_size
         by_head = keys.transpose(0, 1).float()

@@ -25,6 +25,7 @@ from vllm_rocketkv.layout import (
     adaptive_split,
     adaptive_topr,
     ceil_div,
+    dense_below,
     max_private_blocks,
 )
 from vllm_rocketkv.options import ALIASES, PLANNED, POLICIES, PRESETS
@@ -295,6 +296,11 @@ class RocketKVConfig(pydantic.BaseModel):
     def topk_for_step(self) -> int:
         """Tokens that one decode step attends to, for each KV head."""
         return self.topk_tokens if self.token_budget is None else self.token_budget // 2
+
+    @property
+    def dense_below(self) -> int:
+        """Cached tokens up to which a decode step reads all of them: see ``layout.dense_below``."""
+        return dense_below(self.topk_for_step)
 
     # --- budgets and layout of one request ------------------------------------------------------------------------
 

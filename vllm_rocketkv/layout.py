@@ -131,3 +131,11 @@ def adaptive_split(num_prompt_tokens: int, token_budget: int, max_new_tokens: in
 def adaptive_topr(head_size: int, page_size: int, estimation_ratio: float) -> int:
     """Dimensions that the estimation reads: topr = int(D * page / c2), at least 1 and at most D."""
     return max(1, min(head_size, int(head_size * page_size / estimation_ratio)))
+
+
+def dense_below(topk_tokens: int) -> int:
+    """Cached tokens up to which a decode step reads every token instead of estimating and selecting ``topk_tokens`` of them.
+
+    Below, estimation costs more than it saves. Chosen from sizes alone, so that results do not depend on the machine.
+    """
+    return topk_tokens

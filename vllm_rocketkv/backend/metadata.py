@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one step does for each request, from lengths alone: dense on prompt blocks, sparse on private blocks, or both.
+"""What one step does for each request, from lengths alone: dense on prompt blocks, rows on private blocks, or both.
 
-A request's tokens of this step are cut at N, the prompt's length, into at most two parts: positions below N run densely on
-the natural block table, positions from N on are a shorter sequence on the private one (design section 2).
+A request's tokens of this step are cut at N, the prompt's length (design section 2). Tokens below N, and all tokens of
+requests within the budget, are *natural*: vLLM's own ops write and read them. Tokens from N on are *rows* of the decode op;
+of an evicted request they are *private* as well, that is their keys and values are written by that op, too.
+
+The cut is made by one C++ op for the whole batch (``csrc/cpu/plan.h``); Python handles single requests only where a prompt's
+observation window is computed, once or twice in its life.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -17,10 +21,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttenti
 
 from vllm_rocketkv import compat
 from vllm_rocketkv.cache.spec import RocketKVSpec
+from vllm_rocketkv.config import RocketKVConfig
+from vllm_rocketkv.kernels import cpu as _ops  # noqa: F401  (registers torch.ops.rocketkv_cpu)
 from vllm_rocketkv.layout import PromptLayout
-
-_NEVER = 1 << 60
-"""A position that no token reaches: where the private part of a request below the budget starts."""
 
 
 @dataclass
@@ -28,10 +31,11 @@ class WindowPart:
     """Tokens of a prompt's observation window computed in this step, while the prompt is not yet complete."""
 
     tokens: torch.Tensor
-    """Rows of the batch, ``[w]``."""
+    """Rows of the batch, int64 ``[w]``."""
     index: torch.Tensor
-    """Their places in the window, 0 to window_size - 1, ``[w]``."""
+    """Their places in the window, 0 to window_size - 1, int64 ``[w]``."""
     private_blocks: torch.Tensor
+    """int64 ``[num_private_blocks]``."""
 
 
 @dataclass
@@ -40,49 +44,51 @@ class Crossing:
 
     layout: PromptLayout
     prompt_blocks: torch.Tensor
+    """int64 ``[num_natural_blocks]``."""
     private_blocks: torch.Tensor
+    """int64 ``[num_private_blocks]``."""
     window_tokens: torch.Tensor
-    """Rows of the batch that hold the newest queries of the window, ``[w]``; older ones were parked."""
+    """Rows of the batch that hold the newest queries of the window, int64 ``[w]``; older ones were parked."""
     parked: torch.Tensor
-    """Places in the window, ``[window_size - w]``, of the queries that earlier steps parked."""
+    """Places in the window, int64 ``[window_size - w]``, of the queries that earlier steps parked."""
 
 
 @dataclass
-class SparseRows:
-    """Query tokens that attend to what selection chooses; one row a token."""
+class Rows:
+    """Tokens that the decode op attends for, one row each, in the order of the batch."""
 
-    tokens: torch.Tensor
-    """Rows of the batch, ``[R]``."""
+    table: torch.Tensor
+    """int32 ``[R, 6]``: token (row of the batch), request, first_block (the row's sequence has its block i at
+    ``block_table[request, first_block + i]``), num_tokens (cached tokens that the row may see, itself included), topr
+    (dimensions that the estimation reads), later (1 if the same request has a later row)."""
     block_table: torch.Tensor
-    """``[R, blocks]``, blocks of the sequence each row attends to."""
-    num_tokens: torch.Tensor
-    """``[R]``, cached tokens that each row may see, itself included."""
-    topr: torch.Tensor | None
-    """``[R]``, dimensions that the estimation reads; None for all."""
-    has_later_tokens: bool
-    """Whether some request has more than one row, so that the cache holds tokens which the earlier rows must not see."""
-
-    def part(self, start: int, stop: int) -> SparseRows:
-        """Rows ``start`` to ``stop``."""
-        topr = self.topr[start:stop] if self.topr is not None else None
-        return SparseRows(
-            self.tokens[start:stop],
-            self.block_table[start:stop],
-            self.num_tokens[start:stop],
-            topr,
-            self.has_later_tokens,
-        )
+    """int32 ``[num_reqs, blocks]``, the runner's."""
+    has_later: bool
+    """Whether any row has a later one, so that the cache holds tokens which the earlier row must not see."""
+    max_num_tokens: int
 
 
 @dataclass
 class TouchedPages:
-    """KT pages whose summary must be recomputed after this step's writes, ``[pages]`` each."""
+    """KT pages that hold a token of this step, where keys stay in natural blocks: their summaries are recomputed."""
 
-    block: torch.Tensor
-    page: torch.Tensor
-    """Page inside the block."""
-    num_valid: torch.Tensor
-    """Real tokens on the page."""
+    table: torch.Tensor
+    """int32 ``[pages, 3]``: block, page inside the block, real tokens on it."""
+
+    @property
+    def block(self) -> torch.Tensor:
+        """``[pages]``."""
+        return self.table[:, 0]
+
+    @property
+    def page(self) -> torch.Tensor:
+        """``[pages]``."""
+        return self.table[:, 1]
+
+    @property
+    def num_valid(self) -> torch.Tensor:
+        """``[pages]``."""
+        return self.table[:, 2]
 
 
 @dataclass
@@ -91,35 +97,118 @@ class RocketKVMetadata:
 
     spec: RocketKVSpec | None
     """The format of the group's cache; None for layers that are not ours to compress."""
-    slot_mapping: torch.Tensor
+    natural_slots: torch.Tensor | None
+    """Slot of each token whose K and V vLLM's op writes, int64 ``[tokens]``, negative for all others; None if there is none.
+    The runner's own tensor unless the step has private tokens."""
     dense: CPUAttentionMetadata | None
+    """The natural tokens, for vLLM's dense op; None if there is none."""
     dense_tokens: torch.Tensor | None = None
-    """Rows of the batch that ``dense`` covers; None for all of them, in order."""
+    """Rows of the batch that ``dense`` covers, int64; None for all of them, in order."""
     window_parts: list[WindowPart] = field(default_factory=list)
     crossings: list[Crossing] = field(default_factory=list)
     touched_pages: TouchedPages | None = None
-    sparse: SparseRows | None = None
+    rows: Rows | None = None
 
 
-@dataclass
-class _Batch:
-    """The step's requests, ``[num_reqs]`` each, on the CPU in int64."""
+class PromptTable:
+    """What the configuration says about each length of prompt, for the op to look up, int32 ``[max_model_len + 1, 3]``.
 
-    first: torch.Tensor
-    """Row of the batch where the request's tokens start."""
-    start: torch.Tensor
-    """Position of its first token of this step."""
-    end: torch.Tensor
-    """Position after its last one."""
-    prompt_lens: torch.Tensor
-    is_sparse: torch.Tensor
-    is_evictable: torch.Tensor
-    num_natural_blocks: torch.Tensor
-    num_dropped_blocks: torch.Tensor
-    boundary: torch.Tensor
-    """N where the request is sparse, else never: positions from here on are private."""
-    private_table: torch.Tensor
-    """``[num_reqs, width]``, block table of the private sequence."""
+    Scheduler and worker must agree on every layout (I3), so no formula of ``RocketKVConfig`` is written again in C++: a length
+    is filled in when it first occurs.
+    """
+
+    UNKNOWN = -1
+
+    def __init__(self, config: RocketKVConfig, block_size: int, head_size: int, max_model_len: int) -> None:
+        self.config, self.block_size, self.head_size = config, block_size, head_size
+        self.tensor = torch.full((max_model_len + 1, 3), self.UNKNOWN, dtype=torch.int32)
+        self._values = self.tensor.numpy()  # shares memory; stores without a dispatch and in any inference mode
+        self._values[0] = 0  # padded rows and dummy runs
+
+    def fill(self, num_prompt_tokens: int) -> None:
+        """Set ``(is_sparse, num_dropped_blocks, topr)`` of one length."""
+        is_sparse = self.config.is_sparse(num_prompt_tokens, self.block_size)
+        layout = self.config.layout(num_prompt_tokens, self.block_size)
+        topr = self.config.topr_for(num_prompt_tokens, self.head_size)
+        self._values[num_prompt_tokens] = (is_sparse, layout.num_dropped_blocks, topr)
+
+
+class StepCounts(NamedTuple):
+    """How much of each buffer one step fills; the order of ``StepCounts`` in ``csrc/cpu/plan.h``."""
+
+    unknown_request: int
+    num_rows: int
+    max_row_tokens: int
+    has_later: int
+    num_sparse_tokens: int
+    num_written: int
+    num_dense_parts: int
+    num_dense_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    num_window_requests: int
+    num_touched_pages: int
+
+
+class StepPlanner:
+    """Runs ``plan_step`` into buffers that are reused by every step.
+
+    They may be: on CPUs vLLM builds one metadata at a time for a KV cache group, and runs it to its end before the next.
+    """
+
+    def __init__(self, prompts: PromptTable, num_tokens: int, num_reqs: int) -> None:
+        self.prompts, self.config = prompts, prompts.config
+        # Where keys stay in natural blocks, no other op keeps the summaries of prompt tokens up to date.
+        self._touched_page_size = self.config.page_size if self.config.selects and not self.config.evicts else 0
+        self.counts = torch.zeros(len(StepCounts._fields), dtype=torch.int64)
+        self._allocate(num_tokens, num_reqs)
+
+    def _allocate(self, num_tokens: int, num_reqs: int) -> None:
+        self.num_tokens, self.num_reqs = num_tokens, num_reqs
+        self.rows = torch.empty(num_tokens, 6, dtype=torch.int32)
+        self.natural_slots = torch.empty(num_tokens, dtype=torch.int64)
+        self.dense_tokens = torch.empty(num_tokens, dtype=torch.int64)
+        self.dense_starts = torch.empty(num_reqs + 1, dtype=torch.int32)
+        self.dense_seq_lens = torch.empty(num_reqs, dtype=torch.int32)
+        self.dense_requests = torch.empty(num_reqs, dtype=torch.int32)
+        self.window_requests = torch.empty(num_reqs, dtype=torch.int32)
+        self.touched_pages = torch.empty(num_tokens if self._touched_page_size else 0, 3, dtype=torch.int32)
+
+    def plan(self, common: CommonAttentionMetadata, prompt_lens: torch.Tensor) -> StepCounts:
+        """Fill the buffers for a step; ``prompt_lens`` int64 ``[num_reqs]``."""
+        num_tokens, num_reqs = common.slot_mapping.shape[0], common.num_reqs
+        if num_tokens > self.num_tokens or num_reqs > self.num_reqs:  # more padding than the limits let expect
+            self._allocate(max(num_tokens, self.num_tokens), max(num_reqs, self.num_reqs))
+        while True:
+            counts = self._run(common, prompt_lens)
+            if counts.unknown_request < 0:
+                return counts
+            self.prompts.fill(int(prompt_lens[counts.unknown_request]))
+
+    def _run(self, common: CommonAttentionMetadata, prompt_lens: torch.Tensor) -> StepCounts:
+        torch.ops.rocketkv_cpu.plan_step(
+            common.query_start_loc_cpu,
+            common.seq_lens,
+            prompt_lens,
+            common.slot_mapping,
+            common.block_table_tensor,
+            self.prompts.tensor,
+            common.num_reqs,
+            self.prompts.block_size,
+            self.config.window_size,
+            self._touched_page_size,
+            self.config.evicts,
+            self.rows,
+            self.natural_slots,
+            self.dense_tokens,
+            self.dense_starts,
+            self.dense_seq_lens,
+            self.dense_requests,
+            self.window_requests,
+            self.touched_pages,
+            self.counts,
+        )
+        return StepCounts(*self.counts.tolist())
 
 
 class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
@@ -134,192 +223,83 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         self.spec = kv_cache_spec if isinstance(kv_cache_spec, RocketKVSpec) else None
         self.config = self.spec.config if self.spec is not None else None
         self.block_size = kv_cache_spec.block_size
-        self.head_size = kv_cache_spec.head_size
+        self.planner: StepPlanner | None = None
+        if self.config is not None and self.config.policy != "full":
+            limits = vllm_config.scheduler_config
+            max_model_len = vllm_config.model_config.max_model_len
+            prompts = PromptTable(self.config, self.block_size, kv_cache_spec.head_size, max_model_len)
+            self.planner = StepPlanner(prompts, limits.max_num_batched_tokens, limits.max_num_seqs)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> RocketKVMetadata:
-        batch = self._batch(common_attn_metadata)
-        if batch is None:
-            dense = self.dense_builder.build(0, common_attn_metadata)
-            metadata = RocketKVMetadata(self.spec, common_attn_metadata.slot_mapping, dense)
-        else:
-            metadata = self._build_split(common_attn_metadata, batch)
-        if self.config is not None and self.config.selects and (batch is not None or not self.config.evicts):
-            metadata.touched_pages = self._touched_pages(
-                common_attn_metadata, batch or self._whole_batch(common_attn_metadata)
-            )
+        common = common_attn_metadata
+        if self.planner is None:
+            return self._plain(common)
+        prompt_lens = compat.prompt_lens(common)
+        counts = self.planner.plan(common, prompt_lens)
+        metadata = self._split(common, counts) if counts.num_sparse_tokens else self._plain(common)
+        for index in self.planner.window_requests[: counts.num_window_requests].tolist():
+            self._add_window(metadata, common, index, int(prompt_lens[index]))
+        if counts.num_touched_pages:
+            metadata.touched_pages = TouchedPages(self.planner.touched_pages[: counts.num_touched_pages])
         return metadata
 
-    def _batch(self, common: CommonAttentionMetadata) -> _Batch | None:
-        """The step's requests, or None when none of them is longer than the budget: then the step is plain vLLM's (I6)."""
-        if self.config is None or self.config.policy == "full":
-            return None
-        lens = compat.prompt_lens(common)
-        is_sparse = [self.config.is_sparse(n, self.block_size) for n in lens.tolist()]
-        return self._make_batch(common, lens, torch.tensor(is_sparse)) if any(is_sparse) else None
+    def _plain(self, common: CommonAttentionMetadata) -> RocketKVMetadata:
+        """Exactly plain vLLM's step (I6): every token is natural."""
+        return RocketKVMetadata(self.spec, common.slot_mapping, self.dense_builder.build(0, common))
 
-    def _whole_batch(self, common: CommonAttentionMetadata) -> _Batch:
-        lens = compat.prompt_lens(common)
-        return self._make_batch(common, lens, torch.zeros_like(lens, dtype=torch.bool))
-
-    def _make_batch(self, common: CommonAttentionMetadata, lens: torch.Tensor, is_sparse: torch.Tensor) -> _Batch:
-        assert self.config is not None
-        first = common.query_start_loc_cpu[: common.num_reqs + 1].to(torch.int64)
-        end = common.seq_lens[: common.num_reqs].to(torch.int64)
-        layouts = [self.config.layout(n, self.block_size) for n in lens.tolist()]
-        is_evictable = torch.tensor([layout.is_evictable for layout in layouts]) & is_sparse
-        num_natural = torch.tensor([layout.num_natural_blocks for layout in layouts]) * is_evictable
-        num_dropped = torch.tensor([layout.num_dropped_blocks for layout in layouts]) * is_evictable
-        table = common.block_table_tensor.to(torch.int64)
-        column = torch.arange(table.shape[1]) + num_natural[:, None]
-        return _Batch(
-            first=first[:-1],
-            start=end - (first[1:] - first[:-1]),
-            end=end,
-            prompt_lens=lens,
-            is_sparse=is_sparse,
-            is_evictable=is_evictable,
-            num_natural_blocks=num_natural,
-            num_dropped_blocks=num_dropped,
-            boundary=torch.where(is_sparse, lens, _NEVER),
-            private_table=table.gather(1, column.clamp(max=table.shape[1] - 1)),
-        )
-
-    def _build_split(self, common: CommonAttentionMetadata, batch: _Batch) -> RocketKVMetadata:
-        assert self.config is not None
-        num_tokens = int(common.query_start_loc_cpu[-1])
-        request = torch.repeat_interleave(batch.end - batch.start)
-        position = torch.arange(num_tokens) + (batch.start - batch.first)[request]
-        is_private = position >= batch.boundary[request]
-        slots = self._slots(common, batch, request, position, is_private)
-        is_row = is_private if self.config.selects else torch.zeros_like(is_private)
-        metadata = RocketKVMetadata(
-            spec=self.spec,
-            slot_mapping=slots,
-            dense=self._dense(common, batch, slots),
-            dense_tokens=(~is_row).nonzero().flatten() if is_row.any() else None,
-        )
-        if is_row.any():
-            metadata.sparse = self._sparse_rows(batch, is_row.nonzero().flatten(), request, position)
-        if self.config.evicts:
-            self._add_windows(metadata, common, batch, slots)
+    def _split(self, common: CommonAttentionMetadata, counts: StepCounts) -> RocketKVMetadata:
+        """A step with tokens beyond a sparse prompt, with or without natural tokens beside them."""
+        assert self.planner is not None
+        metadata = RocketKVMetadata(self.spec, None, None)
+        if counts.num_written and self.planner.config.evicts:
+            metadata.natural_slots = self.planner.natural_slots[: common.slot_mapping.shape[0]]
+        elif counts.num_written:
+            metadata.natural_slots = common.slot_mapping
+        if counts.num_rows:
+            table = self.planner.rows[: counts.num_rows]
+            has_later = bool(counts.has_later)
+            metadata.rows = Rows(table, common.block_table_tensor, has_later, counts.max_row_tokens)
+        if counts.num_dense_parts:
+            metadata.dense = self._dense(common, counts)
+            metadata.dense_tokens = self.planner.dense_tokens[: counts.num_dense_tokens]
         return metadata
 
-    def _slots(
-        self,
-        common: CommonAttentionMetadata,
-        batch: _Batch,
-        request: torch.Tensor,
-        position: torch.Tensor,
-        is_private: torch.Tensor,
-    ) -> torch.Tensor:
-        """Slot of every token, ``[num_actual_tokens]``; negative wherever the runner's is."""
-        block = position // self.block_size - batch.num_dropped_blocks[request] * is_private
-        natural = common.block_table_tensor.to(torch.int64)[
-            request, block.clamp(max=common.block_table_tensor.shape[1] - 1)
-        ]
-        private = batch.private_table[request, block]
-        slots = torch.where(is_private, private, natural) * self.block_size + position % self.block_size
-        mapping = torch.full_like(common.slot_mapping, -1)
-        mapping[: slots.shape[0]] = slots
-        return torch.where(common.slot_mapping < 0, -1, mapping)
-
-    def _dense(
-        self, common: CommonAttentionMetadata, batch: _Batch, slots: torch.Tensor
-    ) -> CPUAttentionMetadata | None:
-        """The parts that run on vLLM's dense kernel: all prompt parts and, without selection, the private ones too."""
-        assert self.config is not None
-        cut = torch.minimum(torch.maximum(batch.boundary, batch.start), batch.end)
-        natural, private = cut - batch.start, batch.end - cut
-        if self.config.selects:
-            private = torch.zeros_like(private)
-        query_lens = torch.stack([natural, private], dim=1).flatten()
-        shrunk = batch.end - batch.num_dropped_blocks * self.block_size
-        seq_lens = torch.stack([cut, shrunk], dim=1).flatten()
-        tables = torch.stack([common.block_table_tensor.to(torch.int64), batch.private_table], dim=1).flatten(0, 1)
-        is_present = query_lens > 0
-        query_lens, seq_lens = query_lens[is_present], seq_lens[is_present]
-        if not len(query_lens):
-            return None
-        query_start_loc = torch.nn.functional.pad(query_lens.cumsum(0), (1, 0)).to(torch.int32)
-        num_tokens = int(query_start_loc[-1])
+    def _dense(self, common: CommonAttentionMetadata, counts: StepCounts) -> CPUAttentionMetadata:
+        """The natural tokens as a batch of their own. Its slot mapping stays the runner's: vLLM reads it for encoders alone."""
+        assert self.planner is not None
+        num_parts = counts.num_dense_parts
+        starts = self.planner.dense_starts[: num_parts + 1]
         part = common.replace(
-            num_reqs=len(query_lens),
-            num_actual_tokens=num_tokens,
-            query_start_loc=query_start_loc,
-            query_start_loc_cpu=query_start_loc,
-            seq_lens=seq_lens.to(torch.int32),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(seq_lens.max()),
-            block_table_tensor=tables[is_present].to(torch.int32),
-            slot_mapping=slots[:num_tokens],
+            num_reqs=num_parts,
+            num_actual_tokens=counts.num_dense_tokens,
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=self.planner.dense_seq_lens[:num_parts],
+            max_query_len=counts.max_query_len,
+            max_seq_len=counts.max_seq_len,
+            block_table_tensor=common.block_table_tensor.index_select(0, self.planner.dense_requests[:num_parts]),
         )
         return self.dense_builder.build(0, part)
 
-    def _sparse_rows(
-        self, batch: _Batch, rows: torch.Tensor, request: torch.Tensor, position: torch.Tensor
-    ) -> SparseRows:
+    def _add_window(self, metadata: RocketKVMetadata, common: CommonAttentionMetadata, index: int, N: int) -> None:
+        """Add one request whose observation window is computed in this step, wholly or in part."""
         assert self.config is not None
-        owner = request[rows]
-        num_tokens = position[rows] + 1 - batch.num_dropped_blocks[owner] * self.block_size
-        width = -(-int(num_tokens.max()) // self.block_size)
-        topr = None
-        if self.config.is_adaptive or self.config.topr is not None:
-            topr_of = torch.tensor([self.config.topr_for(n, self.head_size) for n in batch.prompt_lens.tolist()])
-            topr = topr_of[owner]
-        has_later_tokens = bool((owner[1:] == owner[:-1]).any())
-        return SparseRows(rows, batch.private_table[owner, :width], num_tokens, topr, has_later_tokens)
-
-    def _add_windows(
-        self, metadata: RocketKVMetadata, common: CommonAttentionMetadata, batch: _Batch, slots: torch.Tensor
-    ) -> None:
-        """Requests whose observation window is computed in this step, wholly or in part."""
-        assert self.config is not None
-        window_size = self.config.window_size
-        lens = batch.prompt_lens
-        in_window = batch.is_evictable & (batch.start < lens) & (batch.end > lens - window_size)
-        for index in in_window.nonzero().flatten().tolist():
-            n, start, end = int(lens[index]), int(batch.start[index]), int(batch.end[index])
-            first_row = int(batch.first[index])
-            if slots[first_row] < 0:
-                continue  # a dummy run
-            layout = self.config.layout(n, self.block_size)
-            num_natural, num_private = layout.num_natural_blocks, layout.num_private_blocks
-            row = common.block_table_tensor[index].to(torch.int64)
-            private_blocks = row[num_natural : num_natural + num_private]
-            from_position = max(start, n - window_size)
-            tokens = torch.arange(from_position, min(end, n)) - start + first_row
-            window_index = from_position - (n - window_size)
-            if end < n:
-                places = torch.arange(window_index, window_index + len(tokens))
-                metadata.window_parts.append(WindowPart(tokens, places, private_blocks))
-            else:
-                parked = torch.arange(window_index)
-                metadata.crossings.append(Crossing(layout, row[:num_natural], private_blocks, tokens, parked))
-
-    def _touched_pages(self, common: CommonAttentionMetadata, batch: _Batch) -> TouchedPages | None:
-        """Pages written in this step: of private blocks where prompts are evicted, of all blocks otherwise."""
-        assert self.config is not None
-        page_size = self.config.page_size
-        dropped = batch.num_dropped_blocks * self.block_size
-        is_real = common.slot_mapping[batch.first.clamp(max=max(len(common.slot_mapping) - 1, 0))] >= 0
-        is_real &= batch.end > batch.start
-        if self.config.evicts:
-            is_real &= batch.is_evictable & (batch.end >= batch.prompt_lens)
-            start = torch.where(batch.start < batch.prompt_lens, 0, batch.start - dropped)  # stage 1 fills every page
+        layout = self.config.layout(N, self.block_size)
+        row = common.block_table_tensor[index].to(torch.int64)
+        prompt_blocks = row[: layout.num_natural_blocks]
+        private_blocks = row[layout.num_natural_blocks :][: layout.num_private_blocks]
+        first_row, next_row = common.query_start_loc_cpu[index : index + 2].tolist()
+        end = int(common.seq_lens[index])
+        start = end - (next_row - first_row)
+        window_start = N - self.config.window_size
+        from_position = max(start, window_start)
+        tokens = torch.arange(from_position, min(end, N)) - start + first_row
+        num_before = from_position - window_start
+        if end < N:
+            places = torch.arange(num_before, num_before + len(tokens))
+            metadata.window_parts.append(WindowPart(tokens, places, private_blocks))
         else:
-            start = batch.start
-        first_page = start // page_size
-        num_pages = torch.where(is_real, -(-(batch.end - dropped) // page_size) - first_page, 0)
-        if not int(num_pages.sum()):
-            return None
-        owner = torch.repeat_interleave(num_pages)
-        nth = torch.arange(len(owner)) - (num_pages.cumsum(0) - num_pages)[owner]
-        page = first_page[owner] + nth
-        first_token = page * page_size
-        return TouchedPages(
-            block=batch.private_table[owner, first_token // self.block_size],
-            page=first_token % self.block_size // page_size,
-            num_valid=((batch.end - dropped)[owner] - first_token).clamp(max=page_size),
-        )
+            parked = torch.arange(num_before)
+            metadata.crossings.append(Crossing(layout, prompt_blocks, private_blocks, tokens, parked))

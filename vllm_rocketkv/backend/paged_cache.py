@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from vllm import _custom_ops as ops
+from vllm import _custom_ops as vllm_ops
 
+from vllm_rocketkv.backend.metadata import Rows, TouchedPages
 from vllm_rocketkv.cache.spec import RocketKVSpec
+from vllm_rocketkv.kernels.cpu import TYPES, ops
 
 KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
+KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""vLLM's names of the types whose cache is an array of bytes."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,26 @@ class BlockLayout:
     value_token: torch.Tensor
     value_dim: torch.Tensor
 
+    def packed(self) -> torch.Tensor:
+        """All four in one int32 tensor, as the ops take it."""
+        return torch.cat([self.key_token, self.key_dim, self.value_token, self.value_dim]).to(torch.int32)
+
 
 @cache
-def probe_block_layout(isa: str, dtype: torch.dtype, block_size: int, head_size: int) -> BlockLayout:
+def probe_block_layout(
+    isa: str, dtype: torch.dtype, block_size: int, head_size: int, kv_cache_dtype: str = "auto"
+) -> BlockLayout:
     """Read the layout off vLLM's own op, which knows one for each instruction set, by storing indices with it.
 
     Raises:
         RuntimeError: if the op's layout is not the sum of a token offset and a dimension offset.
     """
-    tokens = _probe(isa, dtype, block_size, head_size, torch.arange(block_size)[:, None].expand(-1, head_size))
-    dims = _probe(isa, dtype, block_size, head_size, torch.arange(head_size)[None, :].expand(block_size, -1))
+
+    def where_is(index: torch.Tensor) -> torch.Tensor:
+        return _probe(isa, dtype, index, kv_cache_dtype)
+
+    tokens = where_is(torch.arange(block_size)[:, None].expand(-1, head_size))
+    dims = where_is(torch.arange(head_size)[None, :].expand(block_size, -1))
     offsets = []
     for half in range(2):
         where = torch.empty(block_size, head_size, dtype=torch.int64)
@@ -45,59 +59,69 @@ def probe_block_layout(isa: str, dtype: torch.dtype, block_size: int, head_size:
     return BlockLayout(*offsets)
 
 
-def _probe(isa: str, dtype: torch.dtype, block_size: int, head_size: int, index: torch.Tensor) -> torch.Tensor:
-    """Store ``index`` ``[block_size, head_size]`` as keys and as values.
+def _probe(isa: str, dtype: torch.dtype, index: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """Store ``index`` ``[block_size, head_size]`` as keys and as values of a model in ``dtype``.
 
     Returns what lies where, ``[2, block_size * head_size]``.
     """
+    block_size, head_size = index.shape
+    stored = KV_CACHE_DTYPES.get(kv_cache_dtype)
     found = torch.zeros(2, block_size * head_size, dtype=torch.int64)
-    for shift in (0, 6):  # six bits at a time: every dtype holds them exactly
-        block = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
-        digits = (index >> shift & 63).to(dtype)[:, None, :].contiguous()
+    for shift in range(0, 12, 3):  # three bits at a time: every type holds them exactly
+        block = torch.zeros(1, 1, 2 * block_size, head_size, dtype=torch.uint8 if stored else dtype)
+        digits = (index >> shift & 7).to(dtype)[:, None, :].contiguous()
         key_cache, value_cache = block.chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(digits, digits, key_cache, value_cache, torch.arange(block_size), isa)
-        found += block.view(2, -1).long() << shift
+        slots = torch.arange(block_size)
+        vllm_ops.cpu_attn_reshape_and_cache(
+            digits, digits, key_cache, value_cache, slots, isa, kv_cache_dtype=kv_cache_dtype
+        )
+        found += block.view(stored or dtype).view(2, -1).float().long() << shift
     return found
 
 
-class PagedCache:
-    """Views of one layer's cache ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, of which each block is one page.
+@dataclass(frozen=True)
+class DecodeOptions:
+    """What the decode op is told about attention and selection; the same for every step of a layer."""
 
-    A *slot* is ``block * block_size + offset``, as in vLLM's slot_mapping.
+    scale: float
+    softcap: float
+    dense_below: int
+    """Rows with at most so many tokens read all of them."""
+    topk_tokens: int
+    sink_tokens: int
+    recent_tokens: int
+    by_page: bool
+    adaptive: bool
+
+
+class PagedCache:
+    """One layer's cache ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, of which each block is one page.
+
+    Prompt blocks are laid out as vLLM's kernels do it (*native*), private ones as ``csrc/cpu/common.h`` says.
     """
 
     def __init__(
-        self, kv_cache: torch.Tensor, spec: RocketKVSpec, isa: str, query_dtype: torch.dtype, num_query_heads: int
+        self,
+        kv_cache: torch.Tensor,
+        spec: RocketKVSpec,
+        isa: str,
+        query_dtype: torch.dtype,
+        num_query_heads: int,
+        kv_cache_dtype: str = "auto",
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
+        self.kv_cache = kv_cache
         self.num_blocks, self.num_kv_heads, self.block_size, _ = kv_cache.shape
         self.head_size = spec.head_size
-        self.page_size = spec.config.page_size
-        self.layout = probe_block_layout(isa, kv_cache.dtype, self.block_size, self.head_size)
-        self._elements_per_head = 2 * self.block_size * self.head_size
-        self._block_stride = kv_cache.stride(0)
-        assert kv_cache.stride()[1:] == (self._elements_per_head, 2 * self.head_size, 1), (
-            "rocketkv: unexpected KV cache"
-        )
-        self.blocks = kv_cache.as_strided(
-            (self.num_blocks, self.num_kv_heads, self._elements_per_head),
-            (self._block_stride, self._elements_per_head, 1),
-        )
-        num_elements = (self.num_blocks - 1) * self._block_stride + self.num_kv_heads * self._elements_per_head
-        self._flat = kv_cache.as_strided((num_elements,), (1,))
-        self._head_base = torch.arange(self.num_kv_heads) * self._elements_per_head
-        page_bytes = _byte_view(kv_cache)
-        self.kt = self._kt_view(page_bytes, spec)
-        self.parked_queries = self._parked_query_view(page_bytes, spec, query_dtype, num_query_heads)
-
-    def _kt_view(self, page_bytes: torch.Tensor, spec: RocketKVSpec) -> torch.Tensor | None:
-        """``[num_blocks, num_kv_heads, 2 (min, max), block_size / page_size, head_size]`` or None without selection."""
-        if not spec.config.selects:
-            return None
-        dtype = KT_DTYPES[spec.config.resolved_kt_dtype]
-        pages = self.block_size // self.page_size
-        num_bytes = self.num_kv_heads * 2 * pages * self.head_size * dtype.itemsize
-        table = page_bytes[:, spec.kt_offset_bytes : spec.kt_offset_bytes + num_bytes].view(dtype)
-        return table.unflatten(1, (self.num_kv_heads, 2, pages, self.head_size))
+        layout = probe_block_layout(isa, query_dtype, self.block_size, self.head_size, kv_cache_dtype)
+        self.native_layout = layout.packed()
+        kv_type = TYPES[KV_CACHE_DTYPES.get(kv_cache_dtype, kv_cache.dtype)]
+        kt_type = TYPES[KT_DTYPES[spec.config.resolved_kt_dtype]]
+        page_size = spec.config.page_size if spec.config.selects else 0
+        self._kt = (spec.kt_offset_bytes, kt_type, page_size)
+        self._format = (kv_type, *scales, *self._kt)
+        self._kv_type = kv_type
+        self.parked_queries = self._parked_query_view(_byte_view(kv_cache), spec, query_dtype, num_query_heads)
 
     def _parked_query_view(
         self, page_bytes: torch.Tensor, spec: RocketKVSpec, dtype: torch.dtype, num_query_heads: int
@@ -118,31 +142,81 @@ class PagedCache:
         rows = self.parked_queries.shape[1]
         return self.parked_queries[blocks[index // rows], index % rows].unflatten(1, (-1, self.head_size))
 
-    def read_keys(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Keys of whole blocks ``[n]`` in token order: ``[n * block_size, num_kv_heads, head_size]``."""
-        return self._read(blocks, self.layout.key_token, self.layout.key_dim)
+    def keep_tokens(
+        self,
+        window_query: torch.Tensor,
+        prompt_blocks: torch.Tensor,
+        num_prompt_tokens: int,
+        num_kept: int,
+        scale: float,
+        softcap: float,
+        softmax_over_all: bool,
+        kernel_size: int,
+        sink_tokens: int,
+    ) -> torch.Tensor:
+        """Stage 1 by observation window: positions to keep, int32 ``[num_kv_heads, num_kept]``, ascending."""
+        kept: torch.Tensor = ops.keep_tokens(
+            window_query,
+            self.kv_cache,
+            prompt_blocks.to(torch.int32),
+            num_prompt_tokens,
+            num_kept,
+            *self._format,
+            self.native_layout,
+            scale,
+            softcap,
+            softmax_over_all,
+            kernel_size,
+            sink_tokens,
+        )
+        return kept
 
-    def read_values(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Values of whole blocks, shaped as ``read_keys``."""
-        return self._read(blocks, self.layout.value_token, self.layout.value_dim)
+    def compact(self, prompt_blocks: torch.Tensor, private_blocks: torch.Tensor, kept: torch.Tensor) -> None:
+        """Copy the tokens ``kept`` int32 ``[num_kv_heads, n]`` to private positions 0 to n - 1, with their KT table."""
+        ops.compact(
+            self.kv_cache,
+            prompt_blocks.to(torch.int32),
+            private_blocks.to(torch.int32),
+            kept,
+            *self._format,
+            self.native_layout,
+        )
 
-    def _read(self, blocks: torch.Tensor, token: torch.Tensor, dim: torch.Tensor) -> torch.Tensor:
-        order = (token[:, None] + dim).flatten()
-        heads = self.blocks[blocks].index_select(2, order).unflatten(2, (self.block_size, self.head_size))
-        return heads.permute(0, 2, 1, 3).flatten(0, 1)
+    def summarise(self, touched: TouchedPages) -> None:
+        """Rebuild the KT entries of native pages that this step filled."""
+        ops.summarise_pages(self.kv_cache, touched.table, self._kv_type, *self._kt, self.native_layout)
 
-    def gather_keys(self, slots: torch.Tensor) -> torch.Tensor:
-        """Keys at ``slots`` ``[..., num_kv_heads or 1]``, one slot per KV head: ``[..., num_kv_heads, head_size]``."""
-        return self._gather(slots, self.layout.key_token, self.layout.key_dim)
-
-    def gather_values(self, slots: torch.Tensor) -> torch.Tensor:
-        """Values at ``slots``, shaped as ``gather_keys``."""
-        return self._gather(slots, self.layout.value_token, self.layout.value_dim)
-
-    def _gather(self, slots: torch.Tensor, token: torch.Tensor, dim: torch.Tensor) -> torch.Tensor:
-        start = slots // self.block_size * self._block_stride + token[slots % self.block_size] + self._head_base
-        index = start[..., None] + dim
-        return self._flat.index_select(0, index.flatten()).view(index.shape)
+    def decode(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        rows: Rows,
+        is_private: bool,
+        options: DecodeOptions,
+    ) -> None:
+        """Attend for ``rows``, into ``output``; private ones are written first unless ``key`` is None."""
+        ops.decode(
+            query,
+            key,
+            value,
+            self.kv_cache,
+            output,
+            rows.table,
+            rows.block_table,
+            *self._format,
+            None if is_private else self.native_layout,
+            options.scale,
+            options.softcap,
+            rows.max_num_tokens,
+            options.dense_below,
+            options.topk_tokens,
+            options.sink_tokens,
+            options.recent_tokens,
+            options.by_page,
+            options.adaptive,
+        )
 
 
 def _byte_view(kv_cache: torch.Tensor) -> torch.Tensor:

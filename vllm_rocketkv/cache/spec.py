@@ -17,14 +17,14 @@ from vllm_rocketkv.config import RocketKVConfig
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_ALIGNMENT_BYTES = 16
+_ALIGNMENT_BYTES = 64  # a cache line: no row of the KT table straddles two
 _KT_BYTES_PER_VALUE = {"bfloat16": 2, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RocketKVSpec(FullAttentionSpec):
     """A page is ``K and V | KT``: ``[num_kv_heads, 2, block_size, head_size]`` as vLLM's kernels lay it out, then (for policies
-    with selection) ``[num_kv_heads, 2 (min, max), block_size / page_size, head_size]`` in the KT dtype, 16-byte aligned."""
+    with selection) ``[num_kv_heads, head_size, 2 (min, max), block_size / page_size]`` in the KT dtype, 64-byte aligned."""
 
     config: RocketKVConfig
 

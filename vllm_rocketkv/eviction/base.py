@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from vllm_rocketkv.backend.paged_cache import PagedCache
     from vllm_rocketkv.config import RocketKVConfig
 
 
@@ -19,10 +20,19 @@ class EvictionPolicy(ABC):
         self.config = config
 
     @abstractmethod
-    def keep(self, window_query: Tensor, keys: Tensor, num_kept: int, scale: float, softcap: float = 0.0) -> Tensor:
+    def keep(
+        self,
+        window_query: Tensor,
+        cache: PagedCache,
+        prompt_blocks: Tensor,
+        num_prompt_tokens: int,
+        num_kept: int,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> Tensor:
         """Positions of the ``num_kept`` tokens to keep.
 
-        ``window_query`` [W, Hq, D]: queries of the prompt's last W tokens, W = min(window_size, N). ``keys`` [N, Hkv,
-        D]: keys of the whole prompt, of any floating dtype, window included. ``scale`` multiplies q.k; ``softcap`` > 0
-        caps it as the model does. Returns int64 [Hkv, num_kept], ascending; everything if ``num_kept`` >= N.
+        ``window_query`` [W, Hq, D]: queries of the prompt's last W tokens, W = min(window_size, N). ``cache`` holds the keys of
+        the whole prompt, N = ``num_prompt_tokens``, in ``prompt_blocks`` [ceil(N / block_size)]. ``scale`` multiplies q.k;
+        ``softcap`` > 0 caps it as the model does. Returns int32 [Hkv, num_kept], ascending; everything if ``num_kept`` >= N.
         """

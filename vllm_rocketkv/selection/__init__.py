@@ -2,11 +2,12 @@
 """What a decode step reads of the cache: one policy a file, one line in the table."""
 
 from vllm_rocketkv.selection.base import SelectionPolicy
+from vllm_rocketkv.selection.everything import Everything
 from vllm_rocketkv.selection.hsa import HybridSparseAttention
 
-SELECTION_POLICIES: dict[str, type[SelectionPolicy] | None] = {
-    "none": None,
+SELECTION_POLICIES: dict[str, type[SelectionPolicy]] = {
+    "none": Everything,
     "hsa": HybridSparseAttention,
 }
 
-__all__ = ["SELECTION_POLICIES", "HybridSparseAttention", "SelectionPolicy"]
+__all__ = ["SELECTION_POLICIES", "Everything", "HybridSparseAttention", "SelectionPolicy"]
