@@ -43,7 +43,8 @@ def decode_case(length: int, batch: int, topk: int) -> Case:
     copies = copies_for(batch * blocks_each * (KV_BYTES + KT_BYTES))
     cache, layout = make_cache(copies * batch * blocks_each)
     tables = scattered(copies * batch * blocks_each).view(copies, batch, blocks_each)
-    rows = torch.tensor([[i, i, 0, length, HEAD_DIM, 0] for i in range(batch)], dtype=torch.int32)
+    # One request in four fills a page in a step.
+    rows = torch.tensor([[i, i, 0, length - i % PAGE, HEAD_DIM, 0] for i in range(batch)], dtype=torch.int32)
     query = torch.randn(batch, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     key, value = torch.randn(2, batch, KV_HEADS, HEAD_DIM).to(torch.bfloat16)
     output = torch.empty_like(query)
@@ -58,7 +59,8 @@ def decode_case(length: int, batch: int, topk: int) -> Case:
 
     attended = min(topk, length)
     kt = 0 if topk >= length else ceil_div(length, PAGE) * HEAD_DIM * 2  # one of minimum and maximum
-    return Case(call, copies, batch * KV_HEADS * (kt + attended * HEAD_DIM * 2 * 2))
+    written = HEAD_DIM * 2 * 2 + HEAD_DIM * 2 * 2 // PAGE  # K and V, and now and then a KT entry
+    return Case(call, copies, batch * KV_HEADS * (kt + attended * HEAD_DIM * 2 * 2 + written))
 
 
 def _register_decode(length: int, batch: int) -> None:

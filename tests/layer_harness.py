@@ -157,7 +157,7 @@ class Request:
         for position in range(border, end):
             keys, values = self.private_sequence(position + 1)
             selected: Sequence[Sequence[int]] = [range(len(keys))] * self.shape.num_kv_heads
-            if self.config.selects:
+            if self.config.selects and len(keys) > self.config.dense_below:
                 selected = self.select(query[position], keys, settled, summaries)
             rows.append(reference.attend(query[position], keys, values, selected, self.scale, self.shape.softcap)[None])
         return torch.cat(rows)

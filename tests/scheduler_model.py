@@ -390,7 +390,8 @@ class Model:
         if live.sparse and self.config.selects:
             for position in range(max(computed, N), end):
                 cached, page = position + 1 - live.s * self.B, self.config.page_size
-                pages = min(math.ceil(self.config.topk_for_step / page), math.ceil(cached / page))
+                topk = self.config.topk_for_step
+                pages = math.ceil((cached if cached <= topk + topk // 2 else topk) / page)
                 self.counts += Counts(pages_selected=pages)
         return new.get_block_ids()[0]
 

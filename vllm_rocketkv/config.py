@@ -332,10 +332,15 @@ class RocketKVConfig(pydantic.BaseModel):
         return adaptive_topr(head_size, self.page_size, self._split(num_prompt_tokens).estimation_ratio)
 
     def num_selected_pages(self, num_cached_tokens: int) -> int:
-        """Pages that one decode step reads for one KV head with so many tokens cached; 0 without stage 2."""
+        """Pages that one decode step reads for one KV head with so many tokens cached; 0 without stage 2.
+
+        Up to ``dense_below`` tokens it reads all of them.
+        """
         if not self.selects:
             return 0
-        return min(ceil_div(self.topk_for_step, self.page_size), ceil_div(num_cached_tokens, self.page_size))
+        if num_cached_tokens <= self.dense_below:
+            return ceil_div(num_cached_tokens, self.page_size)
+        return ceil_div(self.topk_for_step, self.page_size)
 
     # --- bounds over every prompt length --------------------------------------------------------------------------
 

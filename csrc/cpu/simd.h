@@ -275,7 +275,7 @@ ROCKETKV_INLINE Vec Exp(Vec x) {
   return Select(is_tiny, Splat(0.0f), p * power);
 }
 
-ROCKETKV_INLINE void Prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+ROCKETKV_INLINE void Prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace ROCKETKV_ISA
 }  // namespace rocketkv
