@@ -9,7 +9,10 @@ wrote are NaNs, and so are the block table's entries no blocks, and what the ste
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -660,8 +663,10 @@ def with_exact_ties(scores: Tensor) -> Tensor:
     return result
 
 
-def test_a_key_beyond_the_bounds_type_is_found() -> None:
+@pytest.mark.parametrize("head_size", [64, 128])  # a temperature that is a power of two, and one that rounds
+def test_a_key_beyond_the_bounds_type_is_found(head_size: int) -> None:
     case = Case(
+        head_size=head_size,
         requests=((150, 1),),
         dtype=torch.float32,
         model_dtype=torch.float32,
@@ -672,8 +677,8 @@ def test_a_key_beyond_the_bounds_type_is_found() -> None:
         by_page=True,
     )
     for position in (0, 70, 149):
-        keys = torch.randn(150, 1, 64, generator=torch.Generator().manual_seed(position))
-        query = torch.rand(1, 3, 64, generator=torch.Generator().manual_seed(position))
+        keys = torch.randn(150, 1, head_size, generator=torch.Generator().manual_seed(position))
+        query = torch.rand(1, 3, head_size, generator=torch.Generator().manual_seed(position))
         keys[position, 0, 9] = 1e5
         layer = Layer(Step(case, keys=[keys], query=query))
         layer.decode()
@@ -837,3 +842,16 @@ def test_schemas_and_fakes() -> None:
         kt = TYPES[step.case.dtype], step.kt_offset, TYPES[step.case.kt_dtype], step.case.page_size
         assert ops.summarise_pages(*fakes[:2], *kt, fakes[2]) is None
     assert torch.equal(layer.bytes, step.bytes)
+
+
+@pytest.mark.parametrize("wish", ["portable", "avx9"])
+def test_an_instruction_set_can_be_wished_for(wish: str) -> None:
+    program = "from vllm_rocketkv.kernels import cpu; print(cpu.ops.isa())"
+    environment = os.environ | {"ROCKETKV_CPU_ISA": wish}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    if wish == "portable":
+        assert ended.stdout.split() == ["portable"]
+    else:
+        assert ended.stderr.splitlines()[-1].startswith("ImportError: rocketkv: ROCKETKV_CPU_ISA is 'avx9', but this")

@@ -320,7 +320,10 @@ def give_prompt_lens_to_builders_v2() -> None:
 
 
 def prompt_lens(common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
-    """Prompt length of each request of the batch: ``[num_reqs]`` int, 0 for padded rows and dummy runs."""
+    """Prompt length of each request of the batch: int32 ``[num_reqs]``, 0 for padded rows and dummy runs.
+
+    A view of what the runner has, except in padded batches and dummy runs.
+    """
     import torch
 
     num_reqs = common_attn_metadata.num_reqs
@@ -328,6 +331,7 @@ def prompt_lens(common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
     if lens is None:
         lens = _v1_prompt_lens
     if lens is None:
-        return torch.zeros(num_reqs, dtype=torch.int64)
-    lens = lens[:num_reqs].to(torch.int64)
-    return torch.nn.functional.pad(lens, (0, num_reqs - lens.shape[0]))
+        return torch.zeros(num_reqs, dtype=torch.int32)
+    lens = lens[:num_reqs].to(torch.int32)
+    missing = num_reqs - lens.shape[0]
+    return torch.nn.functional.pad(lens, (0, missing)) if missing else lens

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <utility>
 
 #include "kernels.h"
@@ -20,7 +21,10 @@ class Buffer {
  public:
   uint8_t* Reserve(int64_t bytes) {
     if (bytes > size_) {
+      size_ = 0;
+      memory_.reset();
       memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64)));
+      if (memory_ == nullptr) throw std::bad_alloc();
       size_ = bytes;
     }
     return memory_.get();

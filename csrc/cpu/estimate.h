@@ -15,6 +15,11 @@ constexpr int kHeadsAtOnce = 4;
 
 ROCKETKV_INLINE Vec Clamp(Vec bound) { return Min(Max(bound, Splat(-kLargestBound)), Splat(kLargestBound)); }
 
+ROCKETKV_INLINE float Clamp(float bound) {
+  bound = bound > -kLargestBound ? bound : -kLargestBound;
+  return bound < kLargestBound ? bound : kLargestBound;
+}
+
 // `n` values of a run-time type as floats.
 template <class T>
 ROCKETKV_INLINE void Widen(const T* in, int n, float* out) {
@@ -152,7 +157,7 @@ inline void EstimateBlock(const DecodeArgs& args, const Scratch& s, int head, co
   const int dim = args.cache.head_size, pages = args.cache.PagesPerBlock();
   int page = 0;
 #if defined(__AVX512BF16__)
-  if (sizeof(KT) == 2 && args.model_type == Type::kBFloat16) {
+  if (sizeof(KT) == 2 && args.model_type == Type::kBFloat16 && pages % 32 == 0) {  // all pages of a block one way
     const int stride = dim / 2 + 1;
     for (; page + 32 <= pages; page += 32) {
       EstimatePages<kHeads>(reinterpret_cast<const uint16_t*>(kt) + page, s.kt_rows, (s.num_read + 1) / 2,
@@ -171,8 +176,7 @@ inline void EstimateBlock(const DecodeArgs& args, const Scratch& s, int head, co
       float sum = 0;
       for (int i = 0; i < s.num_read; ++i) {
         const float bound = ToFloat(kt[s.kt_rows[i] + page]);
-        const float upper = bound < kLargestBound ? bound : kLargestBound;
-        sum = Fma(query[h * dim + i], upper > -kLargestBound ? upper : -kLargestBound, sum);
+        sum = Fma(query[h * dim + i], Clamp(bound), sum);
       }
       logits[h * s.logits_stride + page] = sum;
     }
@@ -206,9 +210,7 @@ inline void EstimateNewestPage(const DecodeArgs& args, const Row& row, int kv_he
       const float key = KeyElement(args, head, offset + t, d);
       bound = (up ? key > bound : key < bound) ? key : bound;
     }
-    bound = ToFloat(RoundOutward<KT>(bound, up));
-    bound = bound < kLargestBound ? bound : kLargestBound;
-    bound = bound > -kLargestBound ? bound : -kLargestBound;
+    bound = Clamp(ToFloat(RoundOutward<KT>(bound, up)));
     for (int g = 0; g < group; ++g) sums[g] = Fma(s->read_query[g * dim + i], bound, sums[g]);
   }
   for (int g = 0; g < group; ++g) s->logits[g * s->logits_stride + page] = sums[g];
@@ -254,15 +256,16 @@ inline void ScorePages(const DecodeArgs& args, const Row& row, Scratch* s) {
     Vec max = Splat(-INFINITY);
     for (int p = 0; p < whole; p += kLanes) max = Max(Load(logits + p) * factor, max);
     if (whole < padded) max = Max(Load(last) * factor, max);
+    // Of the same rounded products, so that the largest page's exponent is 0 however large its logit.
     const Vec largest = Splat(MaxLane(max));
     Vec sum = {};
     for (int p = 0; p < whole; p += kLanes) {
-      const Vec weight = Exp(Fma(Load(logits + p), factor, -largest));
+      const Vec weight = Exp(Load(logits + p) * factor - largest);
       Store(logits + p, weight);
       sum += weight;
     }
     if (whole < padded) {
-      const Vec weight = Exp(Fma(Load(last), factor, -largest));
+      const Vec weight = Exp(Load(last) * factor - largest);
       sum += weight;
       for (int i = 0; whole + i < pages; ++i) logits[whole + i] = weight[i];
     }

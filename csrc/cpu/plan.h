@@ -39,7 +39,7 @@ struct TouchedPage {
 struct StepInputs {
   const int32_t* query_start_loc;  // [num_reqs + 1]
   const int32_t* seq_lens;         // [num_reqs]
-  const int64_t* prompt_lens;      // [num_reqs], 0 for padded rows and dummy runs
+  const int32_t* prompt_lens;      // [num_reqs], 0 for padded rows and dummy runs
   const int64_t* slot_mapping;     // [num_slots] right for natural tokens, negative for dummy ones
   const int32_t* block_table;      // [num_reqs][table_stride]
   const PromptPlan* prompts;       // [num_prompts] by length of the prompt

@@ -55,7 +55,7 @@ void PlanStepOp(const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
   const rocketkv::StepInputs in = {
       .query_start_loc = starts,
       .seq_lens = Vector<int32_t>(seq_lens, num_reqs, "seq_lens"),
-      .prompt_lens = Vector<int64_t>(prompt_lens, num_reqs, "prompt_lens"),
+      .prompt_lens = Vector<int32_t>(prompt_lens, num_reqs, "prompt_lens"),
       .slot_mapping = Vector<int64_t>(slot_mapping, num_tokens, "slot_mapping"),
       .block_table = block_table.const_data_ptr<int32_t>(),
       .prompts = Table<rocketkv::PromptPlan>(prompts, kPromptColumns, 0, "prompts"),

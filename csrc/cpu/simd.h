@@ -96,7 +96,7 @@ ROCKETKV_INLINE Vec WidenHalf(UVec h) {
 ROCKETKV_INLINE Vec Load(const Float16* p) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtph_ps(LoadBits<__m256i>(p));
-#elif defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
   return (Vec)_mm256_cvtph_ps(LoadBits<__m128i>(p));
 #else
   return WidenHalf(__builtin_convertvector(LoadBits<U16Vec>(p), UVec));
@@ -205,7 +205,7 @@ inline BFloat16 RoundOutward<BFloat16>(float x, bool up) {
 ROCKETKV_INLINE Vec Fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__)
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
   return a * b + c;
@@ -214,7 +214,7 @@ ROCKETKV_INLINE Vec Fma(Vec a, Vec b, Vec c) {
 
 // Rounds as the vectors do, so that a page's score does not depend on which loop computes it.
 ROCKETKV_INLINE float Fma(float a, float b, float c) {
-#if defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;

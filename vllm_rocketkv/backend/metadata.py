@@ -175,7 +175,7 @@ class StepPlanner:
         self.touched_pages = torch.empty(num_tokens if self._touched_page_size else 0, 3, dtype=torch.int32)
 
     def plan(self, common: CommonAttentionMetadata, prompt_lens: torch.Tensor) -> StepCounts:
-        """Fill the buffers for a step; ``prompt_lens`` int64 ``[num_reqs]``."""
+        """Fill the buffers for a step; ``prompt_lens`` int32 ``[num_reqs]``."""
         num_tokens, num_reqs = common.slot_mapping.shape[0], common.num_reqs
         if num_tokens > self.num_tokens or num_reqs > self.num_reqs:  # more padding than the limits let expect
             self._allocate(max(num_tokens, self.num_tokens), max(num_reqs, self.num_reqs))

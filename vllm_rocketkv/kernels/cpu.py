@@ -63,6 +63,17 @@ def _register_fakes() -> None:
         return kv_cache.new_empty((kv_cache.shape[1], min(num_kept, num_prompt_tokens)), dtype=torch.int32)
 
 
+def _check_wish() -> None:
+    """The library takes ``ROCKETKV_CPU_ISA`` by itself if it can."""
+    wish, isas = os.environ.get("ROCKETKV_CPU_ISA"), torch.ops.rocketkv_cpu.isas()
+    if wish and wish not in isas:
+        raise ImportError(
+            f"rocketkv: ROCKETKV_CPU_ISA is '{wish}', but this processor has kernels for {', '.join(isas)}: "
+            "set it to one of these or unset it"
+        )
+
+
 torch.ops.load_library(_library())
 _register_fakes()
+_check_wish()
 ops = torch.ops.rocketkv_cpu
