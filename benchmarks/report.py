@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import summary
-from benchmarks.store import Results
+from benchmarks.store import Results, without_checkout
 
 Entry = dict[str, Any]
 
@@ -38,12 +38,12 @@ def write(results: Results) -> str:
             "## Machine",
             "",
             *(f"- {line}" for line in summary(results.data["machine"]).splitlines()),
-            f"- command: `python -m benchmarks.run {' '.join(results.data['command'])}`",
+            *(f"- command: `python -m benchmarks.run {command}`" for command in results.commands()),
             f"- commits measured: {', '.join(_commits(results)) or 'none'}",
             "",
         ]
     )
-    results.path.with_suffix(".md").write_text(text)
+    results.path.with_suffix(".md").write_text(without_checkout(text))
     return text
 
 

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe, git_state
+from benchmarks.machine import ROOT, describe, git_state
+
+CHECKOUT = "<checkout>"
+"""Stands in the files for the folder that this checkout is in."""
+
+
+def without_checkout(text: str) -> str:
+    """The text without the path of this checkout: results are committed, and hold on any machine."""
+    return text.replace(str(ROOT), CHECKOUT)
 
 
 class Results:
@@ -21,13 +29,18 @@ class Results:
         self.path = path
         self.data: dict[str, Any] = {"machine": {}, "command": [], "series": {}}
         if path.exists() and not fresh:
-            self.data = json.loads(path.read_text())
+            self.data = json.loads(path.read_text().replace(CHECKOUT, str(ROOT)))
 
     def begin(self, command: Sequence[str]) -> None:
         """Note the machine as it is now and the command that measures."""
         self.data["machine"] = describe()
         self.data["command"] = list(command)
         self._write()
+
+    def commands(self) -> list[str]:
+        """Every command that measured something, in the order of the entries."""
+        entries = [entry for of_series in self.data["series"].values() for entry in of_series.values()]
+        return list(dict.fromkeys(" ".join(entry["command"]) for entry in entries))
 
     def entries(self, series: str) -> dict[str, dict[str, Any]]:
         """All entries of a series by key."""
@@ -45,14 +58,19 @@ class Results:
 
     def put(self, series: str, key: str, settings: dict[str, Any], entry: dict[str, Any]) -> None:
         """Store one entry and write the file."""
-        stamp = {"settings": settings, "at": time.strftime("%Y-%m-%d %H:%M:%S"), **git_state()}
+        stamp = {
+            "settings": settings,
+            "command": self.data["command"],
+            "at": time.strftime("%Y-%m-%d %H:%M:%S"),
+            **git_state(),
+        }
         self.data["series"].setdefault(series, {})[key] = entry | stamp
         self._write()
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         staging = self.path.with_suffix(".json.tmp")
-        staging.write_text(json.dumps(self.data, indent=1) + "\n")
+        staging.write_text(without_checkout(json.dumps(self.data, indent=1)) + "\n")
         os.replace(staging, self.path)
 
 

@@ -13,7 +13,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.kernel_fixtures import isa, one_thread  # noqa: F401  (used by all tests)
 from vllm_rocketkv.kernels import reference
 from vllm_rocketkv.kernels.cpu import TYPES, ops
 
@@ -34,23 +34,6 @@ NEAR = 2e-5
 """Relative difference of two float64 scores that float32 need not tell apart."""
 LEAST = 1e-30
 """Scores below this are as good as none."""
-
-
-@pytest.fixture(params=ops.isas(), autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.isa()
-    ops.set_isa(request.param)
-    yield request.param
-    ops.set_isa(before)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --------------------------------------------------------------------------------------------- cases

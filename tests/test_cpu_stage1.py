@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernel_fixtures import isa, one_thread  # noqa: F401  (used by all tests)
 from vllm_rocketkv.kernels import cpu, reference
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]  # by csrc/cpu's enum
@@ -26,23 +27,6 @@ NEAR = 1e-5
 """Relative difference of two float64 scores that float32 need not tell apart."""
 
 assert cpu is not None  # its import registers torch.ops.rocketkv_cpu
-
-
-@pytest.fixture(params=torch.ops.rocketkv_cpu.isas(), autouse=True)
-def isa(request: pytest.FixtureRequest) -> Any:
-    before = torch.ops.rocketkv_cpu.isa()
-    torch.ops.rocketkv_cpu.set_isa(request.param)
-    yield request.param
-    torch.ops.rocketkv_cpu.set_isa(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    """The tensors are tiny: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --------------------------------------------------------------------------------------------- cases

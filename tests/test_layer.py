@@ -15,20 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernel_fixtures import one_thread  # noqa: F401  (used by all tests)
 from tests.layer_harness import Request, Shape, Step, World, causal, cut
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels import reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 E5M2 = {"kt_dtype": "float8_e5m2"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
