@@ -192,6 +192,16 @@ def test_chunk_size_does_not_matter(
     assert generate(engine, edge_prompts, 24) == solo_tokens
 
 
+def test_chunk_size_does_not_matter_to_seeds(make_engine: MakeEngine, edge_prompts: list[list[int]]) -> None:
+    """Plain vLLM 0.32 dies on CPUs of a seeded prompt that takes two steps (``compat.take_back_discarded_samples_on_cpu``)."""
+    samples = []
+    for chunk_size in (2048, 512):
+        engine = make_engine({"prompt_budget": BUDGET}, **(EDGE | {"max_num_batched_tokens": chunk_size}))
+        assert engine.reset_prefix_cache()
+        samples.append(generate(engine, [edge_prompts[-1]], 24, temperature=1.0, seed=7))
+    assert samples[0] == samples[1]
+
+
 def test_preempted_requests_give_the_same_tokens(make_engine: MakeEngine, tokenizer: Any) -> None:
     """A pool in which five requests do not fit to their end: some are preempted while decoding, and resume by recomputing their
     prompt and their outputs, in one step, on prefix-cache hits of their own."""

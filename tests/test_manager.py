@@ -347,7 +347,7 @@ def test_page_bytes_are_aligned() -> None:
     base = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=9, dtype=torch.int8)
     spec = rocketkv_spec(base, config("rocketkv", page_size=16, topk_tokens=32, kt_dtype="float8_e5m2"))
     assert spec.unpadded_page_size_bytes == 2 * 16 * 9
-    assert (spec.kt_offset_bytes, spec.kt_size_bytes, spec.page_size_bytes) == (288, 32, 320)
+    assert (spec.kt_offset_bytes, spec.kt_size_bytes, spec.page_size_bytes) == (320, 64, 384)
 
 
 def test_padding_of_vllm_is_kept() -> None:

@@ -276,6 +276,7 @@ def activate_worker_hooks() -> None:
     """Called when the backend class is first imported, that is before any metadata builder of ours exists."""
     give_prompt_lens_to_builders_v1()
     give_prompt_lens_to_builders_v2()
+    take_back_discarded_samples_on_cpu()
 
 
 def give_prompt_lens_to_builders_v1() -> None:
@@ -335,3 +336,48 @@ def prompt_lens(common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
     lens = lens[:num_reqs].to(torch.int32)
     missing = num_reqs - lens.shape[0]
     return torch.nn.functional.pad(lens, (0, missing)) if missing else lens
+
+
+def take_back_discarded_samples_on_cpu() -> None:
+    """Model runner V1 on CPUs: a seeded request whose prompt takes several steps no longer ends the engine.
+
+    vLLM 0.32 and 0.33 discard what such a step sampled and rewind the request's generator by ``set_offset``, which a CPU
+    generator does not have (``RuntimeError: CPU Generator does not use offset``; plain vLLM dies of it as well). Here its
+    state is put back instead, so a seed gives the same tokens for any chunk size. Can go when vLLM does that itself.
+    """
+    import numpy as np
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not current_platform.is_cpu():
+        return
+
+    def discarded(runner: Any) -> dict[int, torch.Generator]:
+        rows = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0]
+        generators = runner.input_batch.generators
+        return {row: generators[row] for row in rows.tolist() if row in generators}
+
+    def make_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+        def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+            states = [(generator, generator.get_state()) for generator in discarded(self).values()]
+            output = original(self, *args, **kwargs)
+            for generator, state in states:
+                generator.set_state(state)
+            return output
+
+        return sample
+
+    def make_bookkeeping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+            hidden = discarded(self)
+            for row in hidden:
+                del self.input_batch.generators[row]
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                self.input_batch.generators.update(hidden)
+
+        return bookkeeping_sync
+
+    _wrap(GPUModelRunner, "_sample", make_sample)
+    _wrap(GPUModelRunner, "_bookkeeping_sync", make_bookkeeping)
