@@ -11,6 +11,19 @@ from typing import Any
 import hypothesis
 import pytest
 
+
+def _choose_tritons_interpreter() -> None:
+    """Triton's kernels run in its interpreter here, which is chosen while Triton is imported and while a kernel is decorated; for
+    this process alone: engines that it starts must not see the variable."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]
+
+
+_choose_tritons_interpreter()
+
 ROOT = Path(__file__).parent.parent
 DEMO_MODEL = Path(os.environ.get("ROCKETKV_DEMO_MODEL", ROOT / ".cache" / "demo-model"))
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_rocketkv.backend.paged_cache import DecodeOptions
 from vllm_rocketkv.eviction import EVICTION_POLICIES, EvictionPolicy, SnapKV
 from vllm_rocketkv.kernels import reference
+from vllm_rocketkv.kernels.options import DecodeOptions
 from vllm_rocketkv.selection import SELECTION_POLICIES, Everything, HybridSparseAttention, SelectionPolicy
 
 # ------------------------------------------------------------------------------------------------------- policies

@@ -12,6 +12,7 @@ from vllm import _custom_ops as vllm_ops
 from vllm_rocketkv.backend.metadata import Rows, TouchedPages
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.kernels.cpu import TYPES, ops
+from vllm_rocketkv.kernels.options import DecodeOptions
 
 KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -77,21 +78,6 @@ def _probe(isa: str, dtype: torch.dtype, index: torch.Tensor, kv_cache_dtype: st
         )
         found += block.view(stored or dtype).view(2, -1).float().long() << shift
     return found
-
-
-@dataclass(frozen=True)
-class DecodeOptions:
-    """What the decode op is told about attention and selection; the same for every step of a layer."""
-
-    scale: float
-    softcap: float
-    dense_below: int
-    """Rows with at most so many tokens read all of them."""
-    topk_tokens: int
-    sink_tokens: int
-    recent_tokens: int
-    by_page: bool
-    adaptive: bool
 
 
 class PagedCache:

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_rocketkv.backend.paged_cache import DecodeOptions
     from vllm_rocketkv.config import RocketKVConfig
+    from vllm_rocketkv.kernels.options import DecodeOptions
 
 
 class SelectionPolicy(ABC):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_rocketkv.backend.paged_cache import DecodeOptions
+from vllm_rocketkv.kernels.options import DecodeOptions
 from vllm_rocketkv.selection.base import SelectionPolicy
 
 

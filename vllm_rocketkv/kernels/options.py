@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode kernel is told, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """What the decode op is told about attention and selection; the same for every step of a layer."""
+
+    scale: float
+    softcap: float
+    dense_below: int
+    """Rows with at most so many tokens read all of them."""
+    topk_tokens: int
+    sink_tokens: int
+    recent_tokens: int
+    by_page: bool
+    adaptive: bool

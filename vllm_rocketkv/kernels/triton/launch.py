@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launching needs everywhere."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRET = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, which takes tensors on CPUs."""
+
+MIN_DOT = 16
+"""Least extent of each side of ``tl.dot``."""
+
+
+@triton.jit
+def dot(a, b, INTERPRETED: tl.constexpr):
+    """``a @ b`` accumulated in float32; float32 operands keep their precision (no TF32)."""
+    if INTERPRETED:  # Triton 3.9 interprets a product of bfloat16 wrongly
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+def padded(extent: int, least: int = 1) -> int:
+    """The power of two that a block of ``extent`` elements is padded to."""
+    return max(least, triton.next_power_of_2(extent))
