@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -25,3 +29,19 @@ def dot(a, b, INTERPRETED: tl.constexpr):
 def padded(extent: int, least: int = 1) -> int:
     """The power of two that a block of ``extent`` elements is padded to."""
     return max(least, triton.next_power_of_2(extent))
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """A configuration in which a kernel can be launched; each kernel's module lists its own in ``compile_cases()``."""
+
+    name: str
+    kernel: Any
+    """The jitted function."""
+    signature: Mapping[str, str]
+    """Triton's type of each argument that is not a constant, e.g. ``*bf16``, ``*i32``, ``i32``, ``fp32``."""
+    constants: Mapping[str, Any]
+    """Values of the ``tl.constexpr`` arguments."""
+    num_warps: int
+    num_stages: int = 2
+    compute_capabilities: tuple[int, ...] = (80, 90, 100)
