@@ -33,11 +33,19 @@ class Combination:
     budget: int
     context: int
     batch: int
+    same_prompt: bool = False
+    """Whether all requests of the batch have the same prompt, which then is computed once."""
 
     @property
     def key(self) -> str:
         """The name in the results file."""
-        return f"{self.mode} context {self.context} batch {self.batch} budget {self.budget}"
+        same = " same prompt" if self.same_prompt else ""
+        return f"{self.mode} context {self.context} batch {self.batch} budget {self.budget}{same}"
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The batch."""
+        return [Prompt(SEED + (0 if self.same_prompt else place), self.context) for place in range(self.batch)]
 
     @property
     def prompt_tokens(self) -> int:
@@ -48,7 +56,7 @@ class Combination:
 def plan(options: argparse.Namespace) -> tuple[list[Combination], list[Combination]]:
     """All combinations in the order of measurement, and those too large to be measured."""
     every = [
-        Combination(mode, budget, context, batch)
+        Combination(mode, budget, context, batch, options.same_prompt)
         for mode in options.modes
         for budget in options.budgets
         for context in sorted(options.contexts)
@@ -89,7 +97,7 @@ def longest_prompts(combinations: Iterable[Combination]) -> list[int]:
     """For each place in a batch, the longest prompt that it gets."""
     longest: dict[int, int] = {}
     for c in combinations:
-        for place in range(c.batch):
+        for place in range(1 if c.same_prompt else c.batch):
             longest[place] = max(longest.get(place, 0), c.context)
     return [longest[place] for place in sorted(longest)]
 
@@ -180,9 +188,9 @@ def plain_alive(plain: Engine) -> bool:
 
 def measure(options: argparse.Namespace, c: Combination, plain: Engine, ours: Engine) -> dict[str, Any]:
     """Compute the prompts where they are not cached, then decode them with both engines, one after the other, `repeats` times."""
-    prompts = [Prompt(SEED + place, c.context) for place in range(c.batch)]
+    prompts = c.prompts
     say(f"{c.key}: {c.batch} prompts")
-    fills = [sum(engine.run([prompt], 1).seconds for prompt in prompts) for engine in (plain, ours)]
+    fills = [sum(engine.run([prompt], 1).seconds for prompt in dict.fromkeys(prompts)) for engine in (plain, ours)]
     runs: list[list[Run]] = [[], []]
     idle: list[float] = []
     max_tokens = options.steps + DECODE_MARGIN
@@ -224,4 +232,5 @@ def side_summary(c: Combination, runs: list[Run], fill_seconds: float) -> dict[s
 
 def point(c: Combination) -> dict[str, Any]:
     """The coordinates of an entry."""
-    return {"mode": c.mode, "budget": c.budget, "context": c.context, "batch": c.batch}
+    coordinates = {"mode": c.mode, "budget": c.budget, "context": c.context, "batch": c.batch}
+    return coordinates | ({"same_prompt": True} if c.same_prompt else {})

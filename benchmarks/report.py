@@ -130,7 +130,7 @@ def decode_tables(results: Results) -> list[str]:
         rows = [
             (
                 e["budget"],
-                e["batch"],
+                f"{e['batch']} (same prompt)" if e.get("same_prompt") else e["batch"],
                 e["context"],
                 *(_times(e[side]["tpot"], e[side]["fastest_step"]) for side in ("plain", "ours")),
                 f"**{e['ratio']['median']:.2f}** ({e['ratio']['min']:.2f} to {e['ratio']['max']:.2f})",

@@ -73,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
     modes = names(MODES)
     group.add_argument("--modes", type=modes, default=("compiled",), help="of compiled,eager")  # type: ignore[arg-type]
     group.add_argument("--steps", type=int, default=48, help="decode steps that are timed in each repeat")
+    group.add_argument(
+        "--same-prompt",
+        action="store_true",
+        help="one prompt for the whole batch, computed once and shared: kind to plain vLLM, whose requests then share keys in "
+        "the processor's cache; for contexts whose prompts take minutes each",
+    )
     group.add_argument("--max-prompt-tokens-per-engine", type=int, default=131072, help="larger: skipped, and said so")
 
     group = made.add_argument_group("ttft and throughput")

@@ -276,6 +276,7 @@ def activate_worker_hooks() -> None:
     """Called when the backend class is first imported, that is before any metadata builder of ours exists."""
     give_prompt_lens_to_builders_v1()
     give_prompt_lens_to_builders_v2()
+    keep_stage_1_out_of_graphs()
     take_back_discarded_samples_on_cpu()
 
 
@@ -304,15 +305,18 @@ def give_prompt_lens_to_builders_v1() -> None:
 def give_prompt_lens_to_builders_v2() -> None:
     """Model runner V2: fill ``input_batch.prompt_lens``, which arrives at the builder as ``rswa_prefix_lens``, unpadded.
 
-    vLLM 0.32 fills it for R-SWA models alone. Can go when builders see prompt lengths.
+    vLLM 0.32 fills it for R-SWA models alone, on the device; for all others nothing but this package looks at it, so it holds
+    the host's own numbers and nobody waits for the device. Can go when builders see prompt lengths.
     """
+    import torch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             input_batch = original(self, *args, **kwargs)
             if input_batch.prompt_lens is None:
-                input_batch.prompt_lens = self.req_states.prompt_len.gpu[input_batch.idx_mapping]
+                prompt_lens = self.req_states.prompt_len.np[input_batch.idx_mapping_np]
+                input_batch.prompt_lens = torch.from_numpy(prompt_lens)
             return input_batch
 
         return prepare_inputs
@@ -320,8 +324,43 @@ def give_prompt_lens_to_builders_v2() -> None:
     _wrap(GPUModelRunner, "prepare_inputs", make)
 
 
+def keep_stage_1_out_of_graphs() -> None:
+    """Model runner V2: a step that computes a part of an observation window is no decode for CUDA graphs.
+
+    vLLM 0.32 replays the decode graph for a prompt's last chunk if that is one token (N = k * chunk + 1); stage 1, which has to
+    run in that step, is in no graph. Can go when a builder can refuse a graph for one batch.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def gather_batch_req_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+            state, uniform_token_count = original(self, *args, **kwargs)
+            if state is None or not (state.has_prefill and state.decode_graph_eligible and _computes_window(self, state)):
+                return state, uniform_token_count
+            return state._replace(decode_graph_eligible=False), None
+
+        return gather_batch_req_state
+
+    _wrap(GPUModelRunner, "gather_batch_req_state", make)
+
+
+def _computes_window(runner: Any, state: Any) -> bool:
+    """Whether a request of the batch computes prompt tokens that belong to the observation window of a sparse prompt."""
+    from vllm_rocketkv.support import config_of
+
+    config = config_of(runner.vllm_config)
+    block_size = runner.vllm_config.cache_config.block_size
+    prompt_lens = runner.req_states.prompt_len.np[state.idx_mapping_np].tolist()
+    starts = state.num_computed_prefill_tokens_np.tolist()
+    ends = (state.num_computed_prefill_tokens_np + state.num_scheduled_tokens).tolist()
+    return config.evicts and any(
+        start < N < end + config.window_size and config.is_sparse(N, block_size)
+        for N, start, end in zip(prompt_lens, starts, ends, strict=True)
+    )
+
+
 def prompt_lens(common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
-    """Prompt length of each request of the batch: int32 ``[num_reqs]``, 0 for padded rows and dummy runs.
+    """Prompt length of each request of the batch: int32 ``[num_reqs]`` on the host, 0 for padded rows and dummy runs.
 
     A view of what the runner has, except in padded batches and dummy runs.
     """

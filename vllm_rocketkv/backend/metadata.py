@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttentionMetadataBuilder
@@ -131,6 +133,12 @@ class PromptTable:
         layout = self.config.layout(num_prompt_tokens, self.block_size)
         topr = self.config.topr_for(num_prompt_tokens, self.head_size)
         self._values[num_prompt_tokens] = (is_sparse, layout.num_dropped_blocks, topr)
+
+    def rows(self, prompt_lens: NDArray[np.int64]) -> NDArray[np.int32]:
+        """``(is_sparse, num_dropped_blocks, topr)`` of each length, ``[num_reqs, 3]``."""
+        for unknown in np.unique(prompt_lens[self._values[prompt_lens, 0] == self.UNKNOWN]):
+            self.fill(int(unknown))
+        return self._values[prompt_lens]
 
 
 class StepCounts(NamedTuple):
@@ -284,22 +292,37 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         return self.dense_builder.build(0, part)
 
     def _add_window(self, metadata: RocketKVMetadata, common: CommonAttentionMetadata, index: int, N: int) -> None:
-        """Add one request whose observation window is computed in this step, wholly or in part."""
         assert self.config is not None
-        layout = self.config.layout(N, self.block_size)
-        row = common.block_table_tensor[index].to(torch.int64)
-        prompt_blocks = row[: layout.num_natural_blocks]
-        private_blocks = row[layout.num_natural_blocks :][: layout.num_private_blocks]
-        first_row, next_row = common.query_start_loc_cpu[index : index + 2].tolist()
+        first_token, next_token = common.query_start_loc_cpu[index : index + 2].tolist()
         end = int(common.seq_lens[index])
-        start = end - (next_row - first_row)
-        window_start = N - self.config.window_size
-        from_position = max(start, window_start)
-        tokens = torch.arange(from_position, min(end, N)) - start + first_row
-        num_before = from_position - window_start
-        if end < N:
-            places = torch.arange(num_before, num_before + len(tokens))
-            metadata.window_parts.append(WindowPart(tokens, places, private_blocks))
-        else:
-            parked = torch.arange(num_before)
-            metadata.crossings.append(Crossing(layout, prompt_blocks, private_blocks, tokens, parked))
+        layout, row = self.config.layout(N, self.block_size), common.block_table_tensor[index]
+        add_window(metadata, layout, self.config.window_size, row, first_token, end - next_token + first_token, end)
+
+
+def add_window(
+    metadata: RocketKVMetadata,
+    layout: PromptLayout,
+    window_size: int,
+    row: torch.Tensor,
+    first_token: int,
+    start: int,
+    end: int,
+) -> None:
+    """Add one request of which this step computes a part of the observation window, or all of it.
+
+    Its tokens at positions ``start`` to ``end - 1`` are rows ``first_token`` and on of the batch; ``row`` is its row of the block
+    table.
+    """
+    N = layout.num_prompt_tokens
+    blocks = row[: layout.num_natural_blocks + layout.num_private_blocks].to(torch.int64)
+    prompt_blocks, private_blocks = blocks[: layout.num_natural_blocks], blocks[layout.num_natural_blocks :]
+    window_start = N - window_size
+    num_before = max(start - window_start, 0)
+    from_position = window_start + num_before
+    tokens = torch.arange(from_position, min(end, N), device=row.device) - start + first_token
+    if end < N:
+        places = torch.arange(num_before, num_before + len(tokens), device=row.device)
+        metadata.window_parts.append(WindowPart(tokens, places, private_blocks))
+    else:
+        parked = torch.arange(num_before, device=row.device)
+        metadata.crossings.append(Crossing(layout, prompt_blocks, private_blocks, tokens, parked))

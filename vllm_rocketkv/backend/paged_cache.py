@@ -10,6 +10,7 @@ import torch
 from vllm import _custom_ops as vllm_ops
 
 from vllm_rocketkv.backend.metadata import Rows, TouchedPages
+from vllm_rocketkv.backend.parking import ParkedQueries
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.kernels.cpu import TYPES, ops
 from vllm_rocketkv.kernels.options import DecodeOptions
@@ -80,7 +81,7 @@ def _probe(isa: str, dtype: torch.dtype, index: torch.Tensor, kv_cache_dtype: st
     return found
 
 
-class PagedCache:
+class PagedCache(ParkedQueries):
     """One layer's cache ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, of which each block is one page.
 
     Prompt blocks are laid out as vLLM's kernels do it (*native*), private ones as ``csrc/cpu/common.h`` says.
@@ -96,9 +97,9 @@ class PagedCache:
         kv_cache_dtype: str = "auto",
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
+        super().__init__(kv_cache, spec, query_dtype, num_query_heads)
         self.kv_cache = kv_cache
         self.num_blocks, self.num_kv_heads, self.block_size, _ = kv_cache.shape
-        self.head_size = spec.head_size
         layout = probe_block_layout(isa, query_dtype, self.block_size, self.head_size, kv_cache_dtype)
         self.native_layout = layout.packed()
         kv_type = TYPES[KV_CACHE_DTYPES.get(kv_cache_dtype, kv_cache.dtype)]
@@ -107,26 +108,6 @@ class PagedCache:
         self._kt = (spec.kt_offset_bytes, kt_type, page_size)
         self._format = (kv_type, *scales, *self._kt)
         self._kv_type = kv_type
-        self.parked_queries = self._parked_query_view(_byte_view(kv_cache), spec, query_dtype, num_query_heads)
-
-    def _parked_query_view(
-        self, page_bytes: torch.Tensor, spec: RocketKVSpec, dtype: torch.dtype, num_query_heads: int
-    ) -> torch.Tensor:
-        """``[num_blocks, rows, num_query_heads * head_size]``: private blocks hold the window's queries until stage 1 fills them
-        with keys and values, so a window cut by a chunk border costs no memory (I7)."""
-        row_bytes = num_query_heads * self.head_size * dtype.itemsize
-        rows = spec.unpadded_page_size_bytes // row_bytes
-        return page_bytes[:, : rows * row_bytes].view(dtype).unflatten(1, (rows, num_query_heads * self.head_size))
-
-    def park(self, blocks: torch.Tensor, index: torch.Tensor, queries: torch.Tensor) -> None:
-        """Store ``queries`` ``[w, num_query_heads, head_size]`` at window positions ``index`` of private blocks ``blocks``."""
-        rows = self.parked_queries.shape[1]
-        self.parked_queries[blocks[index // rows], index % rows] = queries.flatten(1)
-
-    def unpark(self, blocks: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """The queries that were parked: ``[w, num_query_heads, head_size]``."""
-        rows = self.parked_queries.shape[1]
-        return self.parked_queries[blocks[index // rows], index % rows].unflatten(1, (-1, self.head_size))
 
     def keep_tokens(
         self,
@@ -203,11 +184,3 @@ class PagedCache:
             options.by_page,
             options.adaptive,
         )
-
-
-def _byte_view(kv_cache: torch.Tensor) -> torch.Tensor:
-    """The layer's pages as bytes ``[num_blocks, page bytes]``, including what lies behind K and V."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(kv_cache.untyped_storage())
-    size = kv_cache.element_size()
-    page_bytes = kv_cache.stride(0) * size
-    return raw.as_strided((kv_cache.shape[0], page_bytes), (page_bytes, 1), kv_cache.storage_offset() * size)
