@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend on CPUs: vLLM's CPU attention for prompts and short requests, this package's C++ kernels for requests longer than
+the budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from vllm_rocketkv.backend.base import RocketKVBackendBase
+
+if TYPE_CHECKING:
+    from vllm.config.cache import CacheDType
+
+    from vllm_rocketkv.backend.impl import RocketKVImpl
+    from vllm_rocketkv.backend.metadata import RocketKVMetadataBuilder
+
+
+class RocketKVCPUBackend(RocketKVBackendBase, CPUAttentionBackend):
+    """On x86 and ARM processors."""
+
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto"]
+
+    @staticmethod
+    def get_impl_cls() -> type[RocketKVImpl]:
+        from vllm_rocketkv.backend.impl import RocketKVImpl
+
+        return RocketKVImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[RocketKVMetadataBuilder]:
+        from vllm_rocketkv.backend.metadata import RocketKVMetadataBuilder
+
+        return RocketKVMetadataBuilder
