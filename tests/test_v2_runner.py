@@ -18,6 +18,7 @@ import pytest
 from tests.random_models import save_llama
 
 HARNESS = Path(__file__).parent / "v2_runner"
+OPTIONS = {"prompt_budget": 64, "window_size": 16, "topk_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +26,18 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_llama(tmp_path_factory.mktemp("random-model"))
 
 
-def run_engine(model: str, rocketkv: dict[str, Any], use_v2: bool, batched_tokens: int = 128) -> dict[str, Any]:
+def run_engine(
+    model: str, rocketkv: dict[str, Any], use_v2: bool, kernels: str = "cpu", **options: Any
+) -> dict[str, Any]:
     environment = os.environ | {
         "VLLM_USE_V2_MODEL_RUNNER": str(int(use_v2)),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc sends a function
+        "ROCKETKV_KERNELS": kernels,
     }
     environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if use_v2:
         environment |= {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HARNESS)}
-    command = [sys.executable, str(HARNESS / "engine.py"), model, json.dumps(rocketkv), str(batched_tokens)]
+    command = [sys.executable, str(HARNESS / "engine.py"), model, json.dumps({"rocketkv": rocketkv} | options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert results, done.stdout[-3000:] + done.stderr[-3000:]
@@ -43,9 +47,8 @@ def run_engine(model: str, rocketkv: dict[str, Any], use_v2: bool, batched_token
 @pytest.mark.engine
 @pytest.mark.parametrize("policy", ["rocketkv", "hsa"])
 def test_v2_runner_gives_the_tokens_of_v1(random_model: str, policy: str) -> None:
-    options = {"prompt_budget": 64, "window_size": 16, "topk_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
-    v1 = run_engine(random_model, options | {"policy": policy}, use_v2=False)
-    v2 = run_engine(random_model, options | {"policy": policy}, use_v2=True)
+    v1 = run_engine(random_model, OPTIONS | {"policy": policy}, use_v2=False)
+    v2 = run_engine(random_model, OPTIONS | {"policy": policy}, use_v2=True)
     assert v1["runner"] == "vllm.v1.worker.cpu_model_runner"
     assert v2["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert v2["tokens"] == v1["tokens"]

@@ -19,3 +19,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             return False
 
     backends.backends["cpu"] = backends.Backend(compiler=nvidia.compiler, driver=InactiveDriver)
+
+    if os.environ.get("ROCKETKV_KERNELS") == "triton":
+        import torch
+
+        # vLLM's Triton attention chooses tile sizes by it.
+        torch.cuda.get_device_capability = lambda device=None: (9, 0)

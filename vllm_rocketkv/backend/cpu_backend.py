@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 class RocketKVCPUBackend(RocketKVBackendBase, CPUAttentionBackend):
     """On x86 and ARM processors."""
 
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto"]
+    # vLLM's CPU attention stores the model's own type under every name that is not fp8; support.py refuses names of others.
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        *CPUAttentionBackend.supported_kv_cache_dtypes,
+        "bfloat16",
+        "float16",
+    ]
 
     @staticmethod
     def get_impl_cls() -> type[RocketKVImpl]:

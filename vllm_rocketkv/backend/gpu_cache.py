@@ -23,8 +23,6 @@ KT_DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-FUSED_TOKENS = 8192
-"""Cached tokens up to which one program holds all scores of a row and KV head in registers."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Workspaces:
 
     fused: DecodeWorkspace
     split: SplitWorkspace | None
-    """None where no row can have more than ``FUSED_TOKENS`` tokens."""
+    """None where no row can have more tokens than ``fused`` has room for."""
     max_rows: int
 
 
@@ -104,9 +102,10 @@ class GPUPagedCache(ParkedQueries):
         all keys and values are written."""
         if key is not None and value is not None:
             write_rows(self.view, key, value, rows.table, rows.block_table)
+        fused, split = self.workspaces.fused, self.workspaces.split
         for table in rows.table.split(self.workspaces.max_rows):
-            decode(query, self.view, output, table, rows.block_table, options, self.workspaces.fused)
-            if self.workspaces.split is not None:
+            decode(query, self.view, output, table, rows.block_table, options, fused)
+            if split is not None:
                 decode_split(
-                    query, self.view, output, table, rows.block_table, options, self.workspaces.split, FUSED_TOKENS
+                    query, self.view, output, table, rows.block_table, options, split, min_tokens=fused.capacity_tokens
                 )

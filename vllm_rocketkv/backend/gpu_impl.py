@@ -8,15 +8,22 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_rocketkv.backend.gpu_cache import FUSED_TOKENS, GPUPagedCache, Workspaces
+from vllm_rocketkv.backend.gpu_cache import GPUPagedCache, Workspaces
 from vllm_rocketkv.backend.impl import RocketKVImplBase
 from vllm_rocketkv.cache.spec import RocketKVSpec
+from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace
 from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace
+from vllm_rocketkv.kernels.triton.launch import padded
 
+FUSED_TOKENS = 8192
+"""Most cached tokens that one program can hold the scores of in registers."""
+DECODED_TOKENS = 1024
+NUM_SPLITS = 16
+"""Programs that share the attention of one row and KV head in the split kernels."""
 FP8_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -30,6 +37,10 @@ class RocketKVGPUImpl(RocketKVImplBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._vllm_config = get_current_vllm_config()
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        # It would write by the runner's slots, which are wrong for private tokens.
+        return False
 
     def _wrap(self, layer: Any, kv_cache: torch.Tensor, query_dtype: torch.dtype, spec: RocketKVSpec) -> Any:
         is_fp8 = is_quantized_kv_cache(self.kv_cache_dtype)
@@ -68,14 +79,19 @@ def _make_workspaces(
     max_rows = max(limits.max_num_seqs * max_decode_query_len(vllm_config), graphs)
     max_tokens = vllm_config.model_config.max_model_len
     page_size = config.page_size if config.selects else 0
-    fused = DecodeWorkspace(max_rows, spec.num_kv_heads, min(max_tokens, FUSED_TOKENS), page_size, device)
+    heads = num_query_heads, spec.num_kv_heads, spec.head_size
+    fused_tokens = min(max_tokens, fused_capacity(config, max_tokens, spec.block_size))
+    fused = DecodeWorkspace.allocate(max_rows, *heads, fused_tokens, page_size, device)
     split = None
-    if max_tokens > FUSED_TOKENS:
-        split = SplitWorkspace(
-            max_rows, num_query_heads, spec.num_kv_heads, spec.head_size, max_tokens, page_size, NUM_SPLITS, device
-        )
+    if max_tokens > fused_tokens:
+        split = SplitWorkspace(max_rows, *heads, max_tokens, page_size, NUM_SPLITS, device)
     return Workspaces(fused, split, max_rows)
 
 
-NUM_SPLITS = 16
-"""Programs that share the attention of one row and KV head in the split kernels."""
+def fused_capacity(config: RocketKVConfig, max_model_len: int, block_size: int) -> int:
+    """Cached tokens that one program has registers for: what eviction keeps and ``DECODED_TOKENS`` more, if that is possible.
+
+    Longer rows go to the split kernels: a program pays for its capacity, however short its row is.
+    """
+    kept = config.max_private_blocks(max_model_len, block_size) * block_size if config.evicts else max_model_len
+    return min(FUSED_TOKENS, padded(kept + DECODED_TOKENS))
