@@ -72,7 +72,8 @@ def cache_view(
     kv = kv_cache.view(CODES[kv_kind])
     code = CODES[kt_kind]
     if page_size == 0:
-        return CacheView(kv, kv.new_empty(num_blocks, num_kv_heads, width // 2, 2, 0, dtype=code), kv_kind, kt_kind, 0)
+        kt = kv.new_empty(num_blocks, num_kv_heads, width // 2, 2, 0, dtype=code)
+        return CacheView(kv, kt, kv_kind, kt_kind, 0, key_scale, value_scale)
     pages = block_size // page_size
     shape = (num_blocks, num_kv_heads, width // 2, 2, pages)
     size = code.itemsize

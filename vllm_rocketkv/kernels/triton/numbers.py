@@ -98,8 +98,8 @@ def encode_bound(x, UP: tl.constexpr, KIND: tl.constexpr):
     outward = negative != UP  # away from zero
     code = tl.where(outward & ~exact, code + 1, code)
     if KIND != 1:
-        # An inward rounding of what is beyond the range stops at the largest finite number.
-        largest = tl.where(outward, largest, largest - 1)
+        # An inward rounding of what is beyond the range stops at the largest finite number, unless it is infinite itself.
+        largest = tl.where(outward | (magnitude == 0x7F800000), largest, largest - 1)
     code = tl.minimum(code, largest)
     return tl.where(negative, code | sign, code)
 
