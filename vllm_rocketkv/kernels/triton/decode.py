@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused decode: estimation, selection and attention of one row and KV head in one program.
+
+=============  ==================================================================================
+``R``          rows of the step (``Rows.table`` of ``backend/metadata.py``)
+``G``          query heads of a KV head
+``D``          head size
+``pages``      KT pages that a row may have, ``capacity_tokens / page_size``, a power of two
+=============  ==================================================================================
+
+Bytes that a program reads: of its KT table one of minimum and maximum for each dimension read, ``topr * pages * sizeof(KT)``,
+and the selected tokens' keys and values, ``topk * 2 * D * sizeof(KV)``. At D = 128, 2,048 cached tokens in pages of 4, all
+dimensions, fp8 KT, bf16 K and V, top-k 256 that is 64 KB + 128 KB = 192 KB (design.md, section 4); it writes 2 * G * D bytes.
+
+What memory really moves are sectors of 32 bytes. The bounds of one dimension and kind are a run of ``block_size / page_size``
+entries. A run that fills whole sectors (pages of 4: blocks of 128 tokens in fp8, of 64 in bf16) is read alone. Shorter runs
+share sectors with the other kind, which then comes along unused: twice the KT bytes, another 64 KB in the example; below half a
+sector, with other dimensions as well, so that ``topr`` saves less than its share. A selected token is 2 * D * sizeof(KV)
+contiguous bytes, and so whole sectors. Groups of more than 8 query heads read the KT table once for each 8 (all but once
+from the second-level cache). Beside that each program writes and reads back about D * (8 + 4 G) + 12 * pages bytes of the
+workspace, which stay in cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_rocketkv.kernels.options import DecodeOptions
+from vllm_rocketkv.kernels.triton.cache import CacheView
+from vllm_rocketkv.kernels.triton.estimate import add_softmax, list_tokens, page_logits, prepare_estimate
+from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, CompileCase, dot, padded
+from vllm_rocketkv.kernels.triton.numbers import CODES, KINDS, decode_number
+from vllm_rocketkv.kernels.triton.select import choose_tokens, forced_bounds
+
+MAX_CAPACITY = 8192
+"""Most cached tokens of a row that this kernel is meant for: all its pages' logits are held in registers."""
+MAX_LOGITS = 32768
+"""Most logits (query heads x pages) that a program holds."""
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+@triton.jit
+def operand(codes, KIND: tl.constexpr, DOT_TYPE: tl.constexpr):
+    """Stored codes as numbers of the products' type; exact (``dot_type``)."""
+    if (KIND == 1 and DOT_TYPE.is_bf16()) or (KIND == 2 and DOT_TYPE.is_fp16()):
+        return codes.to(DOT_TYPE, bitcast=True)
+    else:
+        return decode_number(codes, KIND).to(DOT_TYPE)
+
+
+@triton.jit
+def attend_tokens(
+    state, q, kv, key, is_read, scale, softcap,
+    D: tl.constexpr, D_PAD: tl.constexpr, KV_KIND: tl.constexpr, DOT_TYPE: tl.constexpr, SOFTCAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over a few tokens more. ``state``: maximum and sum ``[heads]``, accumulator ``[heads, D_PAD]``; ``key``
+    int64 ``[tokens]``: where in ``kv`` each key begins, its value behind it."""
+    largest, total, accumulator = state
+    d = tl.arange(0, D_PAD)
+    mask = is_read[:, None] & (d < D)[None, :]
+    where = kv + key[:, None] + d[None, :]
+    keys = operand(tl.load(where, mask=mask, other=0), KV_KIND, DOT_TYPE)
+    values = operand(tl.load(where + D, mask=mask, other=0), KV_KIND, DOT_TYPE)
+    logits = dot(q, tl.trans(keys), INTERPRETED) * scale
+    if SOFTCAP:
+        logits = softcap * (1.0 - 2.0 / (1.0 + tl.exp(logits * (2.0 / softcap))))  # softcap * tanh(logits / softcap)
+    logits = tl.where(is_read[None, :], logits, float("-inf"))
+    now = tl.maximum(largest, tl.max(logits, axis=1))
+    base = tl.where(now == float("-inf"), 0.0, now)  # until a token is read
+    weights = tl.exp(logits - base[:, None])
+    decay = tl.exp(largest - base)
+    total = total * decay + tl.sum(weights, axis=1)
+    accumulator = accumulator * decay[:, None] + dot(weights.to(DOT_TYPE), values, INTERPRETED)
+    return now, total, accumulator
+
+
+# ------------------------------------------------------------------------------------------------ the kernel
+
+
+@triton.jit(do_not_specialize=["dense_below", "topk_tokens", "sink_tokens", "recent_tokens"])
+def decode_kernel(
+    query, query_token_stride, query_head_stride, output, output_token_stride, output_head_stride,
+    kv, kv_block_stride, kv_head_stride, kv_token_stride, kt, kt_block_stride,
+    rows, block_table, block_table_stride, dims, scaled_query, chosen,
+    scale, softcap, key_scale, value_scale, dense_below, topk_tokens, sink_tokens, recent_tokens,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, CAPACITY: tl.constexpr,
+    KV_KIND: tl.constexpr, KT_KIND: tl.constexpr, BY_PAGE: tl.constexpr, ADAPTIVE: tl.constexpr, SOFTCAP: tl.constexpr,
+    G_PAD: tl.constexpr, G_DOT: tl.constexpr, D_PAD: tl.constexpr, NUM_PAGES: tl.constexpr, HEADS: tl.constexpr,
+    VECTOR: tl.constexpr, UNROLL: tl.constexpr, TOKENS: tl.constexpr, DOT_TYPE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One row and KV head of a decode step; grid ``(R, Hkv)``. Tensors as in ``decode``; workspace as in ``DecodeWorkspace``.
+
+    In phases, each waiting for the one before it: ``prepare_estimate``; ``page_logits``, softmax, ``choose_tokens`` and
+    ``list_tokens``; attention over the list, ``TOKENS`` at a time.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    num_tokens = tl.load(rows + 6 * row + 3)
+    if (num_tokens == 0) | (num_tokens > CAPACITY):
+        return
+    token = tl.load(rows + 6 * row).to(tl.int64)
+    request = tl.load(rows + 6 * row + 1).to(tl.int64)
+    blocks = block_table + request * block_table_stride + tl.load(rows + 6 * row + 2)
+    query += token * query_token_stride + (kv_head * G).to(tl.int64) * query_head_stride
+    kv += kv_head.to(tl.int64) * kv_head_stride
+
+    reads_all = num_tokens <= dense_below
+    length = num_tokens  # tokens of the list, or all
+    recent_start = 0
+    if PAGE_SIZE:
+        program = row * tl.num_programs(1) + kv_head
+        chosen += program * (3 * NUM_PAGES)
+        if num_tokens > dense_below:
+            topr = tl.minimum(tl.load(rows + 6 * row + 4), D)
+            dims += program * (2 * D_PAD)
+            scaled_query += program * (G_PAD * D_PAD)
+            num_full = num_tokens // PAGE_SIZE
+            num_newest = num_tokens % PAGE_SIZE
+            newest = num_full * PAGE_SIZE
+            newest_block = tl.load(blocks + newest // BLOCK_SIZE, mask=num_newest > 0, other=0)
+            keys = (
+                kv + newest_block.to(tl.int64) * kv_block_stride + (newest % BLOCK_SIZE).to(tl.int64) * kv_token_stride
+            )
+            prepare_estimate(query, query_head_stride, keys, kv_token_stride, num_newest, topr, key_scale, dims, scaled_query,
+                             G, G_PAD, D, D_PAD, PAGE_SIZE, KV_KIND, KT_KIND, ADAPTIVE)  # fmt: skip
+            tl.debug_barrier()
+
+            PAGES: tl.constexpr = BLOCK_SIZE // PAGE_SIZE
+            page = tl.arange(0, NUM_PAGES)[None, :]
+            block = tl.load(blocks + page // PAGES, mask=page // VECTOR * VECTOR < num_full, other=0)
+            table = kt + kv_head.to(tl.int64) * (D * 2 * PAGES) + block.to(tl.int64) * kt_block_stride + page % PAGES
+            size = tl.minimum(tl.maximum(num_tokens - page * PAGE_SIZE, 0), PAGE_SIZE)
+            scores = tl.zeros([1, NUM_PAGES], tl.float32)
+            for head in range(0, G, HEADS):
+                logits = page_logits(table, page, num_full, dims, scaled_query + head * D_PAD, G - head, topr,
+                                     HEADS, D_PAD, PAGES, KT_KIND, NUM_PAGES, VECTOR, UNROLL)  # fmt: skip
+                scores = add_softmax(scores, logits, size, G - head, G, HEADS)
+            sink_end, recent_start = forced_bounds(num_tokens, sink_tokens, recent_tokens, PAGE_SIZE, BY_PAGE)
+            is_listed, limit = choose_tokens(
+                scores, page, num_tokens, topk_tokens, sink_end, recent_start, PAGE_SIZE, BY_PAGE
+            )
+            block = tl.where(page == num_full, newest_block, block)
+            length = list_tokens(chosen, page, block, is_listed, limit, PAGE_SIZE) * PAGE_SIZE
+            tl.debug_barrier()
+
+    g = tl.arange(0, G_DOT)
+    d = tl.arange(0, D_PAD)
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    q = tl.load(query + g[:, None] * query_head_stride + d[None, :], mask=mask, other=0.0).to(DOT_TYPE)
+    largest = tl.full([G_DOT], float("-inf"), tl.float32)
+    total = tl.zeros([G_DOT], tl.float32)
+    accumulator = tl.zeros([G_DOT, D_PAD], tl.float32)
+    for first in range(0, length, TOKENS):
+        place = first + tl.arange(0, TOKENS)
+        position = place
+        is_read = place < length
+        if PAGE_SIZE:
+            is_listed = place < tl.where(reads_all, 0, length)
+            block = tl.load(blocks + place // BLOCK_SIZE, mask=place < tl.where(reads_all, length, 0), other=0)
+            entry = chosen + 3 * (place // PAGE_SIZE)
+            position = tl.where(reads_all, place, tl.load(entry, mask=is_listed, other=0) + place % PAGE_SIZE)
+            limit = tl.load(entry + 1, mask=is_listed, other=CAPACITY)
+            block = tl.where(reads_all, block, tl.load(entry + 2, mask=is_listed, other=0))
+            is_read = is_read & (position < num_tokens) & ((position < limit) | (position >= recent_start))
+        else:
+            block = tl.load(blocks + place // BLOCK_SIZE, mask=is_read, other=0)
+        key = block.to(tl.int64) * kv_block_stride + (position % BLOCK_SIZE).to(tl.int64) * kv_token_stride
+        state = largest, total, accumulator
+        largest, total, accumulator = attend_tokens(
+            state, q, kv, key, is_read, scale, softcap, D, D_PAD, KV_KIND, DOT_TYPE, SOFTCAP, INTERPRETED
+        )
+    nothing = total[:, None] == 0  # was read; a sum that is not a number is kept
+    result = tl.where(nothing, 0.0, accumulator * value_scale / total[:, None])
+    output += token * output_token_stride + (kv_head * G).to(tl.int64) * output_head_stride
+    where = output + g[:, None] * output_head_stride + d[None, :]
+    tl.store(where, result.to(output.dtype.element_ty), mask=mask)
+
+
+# ------------------------------------------------------------------------------------------------ the host's side
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Memory of ``decode``, allocated once; strides come from capacities."""
+
+    capacity_tokens: int
+    """Rows with more cached tokens are left to the split variant."""
+    dims: torch.Tensor
+    """int32 ``[max_rows, num_kv_heads, D, 2]``, D padded: ``prepare_estimate``."""
+    scaled_query: torch.Tensor
+    """float32 ``[max_rows, num_kv_heads, G, D]``, both padded: ``prepare_estimate``."""
+    chosen: torch.Tensor
+    """int32 ``[max_rows, num_kv_heads, pages, 3]``: ``list_tokens``."""
+
+    @classmethod
+    def allocate(
+        cls,
+        max_rows: int,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        capacity_tokens: int,
+        page_size: int,
+        device: torch.device | str,
+    ) -> DecodeWorkspace:
+        """Memory for steps of up to ``max_rows`` rows; ``page_size`` 0 without a KT table."""
+        assert capacity_tokens <= MAX_CAPACITY or page_size == 0
+        group, dim = padded(num_query_heads // num_kv_heads), padded(head_size)
+        pages = num_pages(capacity_tokens, page_size)
+        if page_size == 0:
+            group = dim = 0
+        lead = max_rows, num_kv_heads
+        return cls(
+            capacity_tokens,
+            torch.zeros(*lead, dim, 2, dtype=torch.int32, device=device),
+            torch.zeros(*lead, group, dim, dtype=torch.float32, device=device),
+            torch.zeros(*lead, pages, 3, dtype=torch.int32, device=device),
+        )
+
+
+def num_pages(capacity_tokens: int, page_size: int) -> int:
+    """Pages that a program has room for."""
+    return padded(-(-capacity_tokens // page_size)) if page_size else 1
+
+
+def dot_type(model_dtype: torch.dtype, kv_kind: int) -> Any:
+    """Triton's type of products: the smallest that holds both what the model computes and what the cache stores."""
+    half = {torch.bfloat16: (tl.bfloat16, 1), torch.float16: (tl.float16, 2)}
+    if model_dtype in half and kv_kind in (half[model_dtype][1], 3, 4):
+        return half[model_dtype][0]
+    return tl.float32
+
+
+@lru_cache
+def launch_constants(
+    model_dtype: torch.dtype,
+    group: int,
+    head_size: int,
+    block_size: int,
+    page_size: int,
+    capacity_tokens: int,
+    kv_kind: int,
+    kt_kind: int,
+    options: DecodeOptions,
+) -> dict[str, Any]:
+    """The kernel's ``tl.constexpr`` arguments."""
+    pages = num_pages(capacity_tokens, page_size)
+    operands = dot_type(model_dtype, kv_kind)
+    return {
+        "G": group,
+        "D": head_size,
+        "BLOCK_SIZE": block_size,
+        "PAGE_SIZE": page_size,
+        "CAPACITY": capacity_tokens,
+        "KV_KIND": kv_kind,
+        "KT_KIND": kt_kind,
+        "BY_PAGE": options.by_page,
+        "ADAPTIVE": options.adaptive,
+        "SOFTCAP": options.softcap > 0,
+        "G_PAD": padded(group),
+        "G_DOT": padded(group, MIN_DOT),
+        "D_PAD": padded(head_size),
+        "NUM_PAGES": pages,
+        "HEADS": min(padded(group), 8, max(1, MAX_LOGITS // pages)),
+        "VECTOR": math.gcd(block_size // page_size, 4) if page_size else 1,
+        "UNROLL": 16 if num_warps(pages, head_size) == 4 else 8,  # loads in flight: few threads need more of them each
+        "TOKENS": 32 if operands is tl.float32 or head_size > 128 else 64,
+        "DOT_TYPE": operands,
+        "INTERPRETED": INTERPRET,
+    }
+
+
+def num_warps(pages: int, head_size: int) -> int:
+    """Warps of a program that holds the logits of so many pages, and what it accumulates for heads of that size."""
+    return 16 if pages > 512 or head_size > 128 else 4
+
+
+def decode(
+    query: torch.Tensor,
+    cache: CacheView,
+    output: torch.Tensor,
+    rows_table: torch.Tensor,
+    block_table: torch.Tensor,
+    options: DecodeOptions,
+    workspace: DecodeWorkspace,
+) -> None:
+    """Attend for every row of a decode step with at most ``workspace.capacity_tokens`` cached tokens.
+
+    ``query``, ``output`` ``[T, Hq, D]``, of which the last stride is 1; ``rows_table`` int32 ``[R, 6]`` (``Rows.table``);
+    ``block_table`` int32 ``[num_reqs, blocks]``. Keys, values and the KT entries of full pages are in the cache. Writes
+    ``output[token]`` of those rows and nothing else; rows of no tokens are padding.
+    """
+    num_rows, group = rows_table.shape[0], query.shape[1] // cache.num_kv_heads
+    assert num_rows <= workspace.chosen.shape[0]
+    assert query.stride(2) == output.stride(2) == rows_table.stride(1) == block_table.stride(1) == 1
+    assert rows_table.stride(0) == 6
+    if num_rows == 0:
+        return
+    constants = launch_constants(
+        query.dtype,
+        group,
+        cache.head_size,
+        cache.block_size,
+        cache.page_size,
+        workspace.capacity_tokens,
+        cache.kv_kind,
+        cache.kt_kind,
+        options,
+    )
+    decode_kernel[(num_rows, cache.num_kv_heads)](
+        query,
+        query.stride(0),
+        query.stride(1),
+        output,
+        output.stride(0),
+        output.stride(1),
+        cache.kv,
+        *cache.kv.stride()[:3],
+        cache.kt,
+        cache.kt.stride(0),
+        rows_table,
+        block_table,
+        block_table.stride(0),
+        workspace.dims,
+        workspace.scaled_query,
+        workspace.chosen,
+        options.scale * cache.key_scale,
+        options.softcap,
+        cache.key_scale,
+        cache.value_scale,
+        options.dense_below,
+        options.topk_tokens,
+        options.sink_tokens,
+        options.recent_tokens,
+        **constants,
+        num_warps=num_warps(constants["NUM_PAGES"], cache.head_size),
+        num_stages=2,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ for kernel_report
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """What ``decode`` launches: head sizes, groups, types and capacities that a server may have, in pages of 4."""
+    options = DecodeOptions(0.1, 0.0, 384, 256, 4, 4, by_page=False, adaptive=True)
+    fp8 = KINDS[torch.float8_e4m3fn]
+    for head_size in (64, 128, 256):
+        for group in (1, 4, 8):
+            for kv_kind in (KINDS[torch.bfloat16], fp8):
+                for kt_kind in (KINDS[torch.bfloat16], KINDS[torch.float8_e5m2]):
+                    for capacity in (2048, 4096, MAX_CAPACITY):
+                        constants = launch_constants(
+                            torch.bfloat16, group, head_size, 128, 4, capacity, kv_kind, kt_kind, options
+                        )
+                        codes = f"D{head_size}-G{group}-kv{kv_kind}-kt{kt_kind}-{capacity}"
+                        warps = num_warps(constants["NUM_PAGES"], head_size)
+                        yield CompileCase(
+                            f"decode-{codes}", decode_kernel, _signature(kv_kind, kt_kind), constants, warps
+                        )
+
+
+def _signature(kv_kind: int, kt_kind: int) -> dict[str, str]:
+    """Types of the arguments that are no constants, as ``decode`` passes them for a bfloat16 model."""
+    code = {torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8"}
+    pointers = {
+        "query": "*bf16",
+        "output": "*bf16",
+        "kv": code[CODES[kv_kind]],
+        "kt": code[CODES[kt_kind]],
+        "rows": "*i32",
+        "block_table": "*i32",
+        "dims": "*i32",
+        "scaled_query": "*fp32",
+        "chosen": "*i32",
+    }
+    floats = {"scale", "softcap", "key_scale", "value_scale"}
+    arguments = [p.name for p in decode_kernel.params if not p.is_constexpr]
+    return {name: pointers.get(name, "fp32" if name in floats else "i32") for name in arguments}
