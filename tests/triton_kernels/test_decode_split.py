@@ -1,0 +1,529 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split decode against ``kernels.reference``.
+
+Every step is run twice. With ``scale`` 0 all tokens that a row reads weigh the same, so that a single wrong one shows in the
+float32 output, whatever the types; then with the real scale. Tiles are small, so that short rows span many of them, and the
+workspace is full of garbage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from tests.triton_kernels.paged import bound_values, make_cache, page_bounds, random_tokens
+from vllm_rocketkv.kernels import reference
+from vllm_rocketkv.kernels.options import DecodeOptions
+from vllm_rocketkv.kernels.triton.cache import CacheView, cache_view
+from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace, decode
+from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace, decode_split, workspace_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NaN in lanes that are masked later
+
+NEAR = 2e-5
+"""Relative difference of two float64 scores that float32 need not tell apart."""
+LEAST = 1e-30
+"""Scores below this are as good as none."""
+GARBAGE = 0x7F7F7F7F
+FP8 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.fixture(autouse=True)
+def _fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter patches its language anew in every call of a jitted function by another, which takes most of its
+    time: here, once a launch for each module that the functions know the language as."""
+    patched: set[int] = set()
+    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+
+    def patch_once(fn: Any) -> Any:
+        names = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if names <= patched:
+            return None
+        patched.update(names)
+        return patch(fn)
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's decode step. ``requests``: cached tokens of each after the step, and how many rows it has."""
+
+    requests: tuple[tuple[int, int], ...] = ((317, 1), (64, 1), (201, 3))
+    dtype: torch.dtype = torch.float32  # of the cache
+    model_dtype: torch.dtype = torch.float32
+    kt_dtype: torch.dtype = torch.bfloat16
+    head_size: int = 64
+    num_kv_heads: int = 1
+    group: int = 3
+    block_size: int = 32
+    page_size: int = 4  # 0: no KT table
+    topr: int | None = None
+    topk: int = 50
+    dense_below: int = 50
+    by_page: bool = False
+    adaptive: bool = True
+    sinks: int = 0
+    recent: int = 0
+    softcap: float = 0.0
+    is_hnd: bool = True
+    num_splits: int = 4
+    page_tile: int = 16
+    select_tile: int = 32
+    magnitude: float = 1.0  # of keys
+    seed: int = 0
+
+    def __str__(self) -> str:
+        names = [str(x).removeprefix("torch.") for x in (self.dtype, self.kt_dtype)]
+        sizes = [f"D{self.head_size}", f"G{self.group}", f"B{self.block_size}", f"page{self.page_size}"]
+        return "-".join([*names, *sizes, f"S{self.num_splits}", str(self.seed)])
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        return (0.375, 1.75) if self.dtype in FP8 else (1.0, 1.0)
+
+    @property
+    def capacity(self) -> int:
+        return max(n for n, _ in self.requests) + 70
+
+    def options(self, scale: float) -> DecodeOptions:
+        softcap = self.softcap if scale else 0.0
+        forced = self.sinks, self.recent
+        return DecodeOptions(scale, softcap, self.dense_below, self.topk, *forced, self.by_page, self.adaptive)
+
+
+def generated_cases(count: int) -> list[Case]:
+    """Every value of every axis, combined at random."""
+    draw = random.Random(2502)
+    axes: dict[str, list[Any]] = {
+        "dtype": [torch.float32, torch.bfloat16, torch.float16, *FP8],
+        "model_dtype": [torch.bfloat16, torch.float32, torch.float16],
+        "kt_dtype": [torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn],
+        "head_size": [64, 80, 128, 96, 256, 64],
+        "num_kv_heads": [1, 2, 1],
+        "group": [1, 3, 4, 5, 8],
+        "block_size": [32, 48, 128, 16],
+        "page_size": [1, 2, 4, 16],
+        "topr": [None, None, 1, 7, 31],
+        "topk": [7, 16, 33, 100],
+        "by_page": [True, False],
+        "adaptive": [True, False],
+        "sinks": [0, 0, 1, 5, 17],
+        "recent": [0, 0, 1, 6, 33],
+        "softcap": [0.0, 0.0, 4.0],
+        "is_hnd": [True, False],
+        "num_splits": [1, 2, 3, 4, 2],
+        "select_tile": [16, 64],
+    }
+    columns = {}
+    for name, values in axes.items():
+        columns[name] = list(itertools.islice(itertools.cycle(values), count))
+        draw.shuffle(columns[name])
+    cases = []
+    for i in range(count):
+        case = Case(**{name: column[i] for name, column in columns.items()}, seed=i)
+        if case.dtype not in FP8:
+            case = replace(case, model_dtype=case.dtype)
+        topk, page, block = case.topk, case.page_size, case.block_size
+        dense = draw.choice([0, topk, topk, topk + page, 2 * topk])
+        corners = [1, page, page + 1, block, block + 1, dense, dense + 1, topk + 1, topk + page + 1]
+        lengths = [draw.choice([n for n in corners if n]), draw.randint(150, 400)]
+        requests = [*((n, 1) for n in lengths), (max(dense, topk) + 2 * page + 1, min(page + 1, 3))]
+        draw.shuffle(requests)
+        cases.append(replace(case, requests=tuple(requests), dense_below=dense))
+    return cases
+
+
+CASES = generated_cases(14)
+EDGES = [
+    Case(page_size=0, requests=((300, 1), (1, 1), (40, 1)), num_splits=2),  # no KT table: everything is read
+    Case(requests=((413, 1),), group=1, num_splits=16),
+    Case(requests=((1200, 1),), topk=512, page_size=2, by_page=True, block_size=128, select_tile=256, page_tile=128),
+    Case(requests=((500, 1),), dense_below=1 << 30, num_splits=16),
+    Case(requests=((150, 1), (149, 1)), sinks=40, recent=41),  # the forced tokens exceed the budget
+    Case(requests=((150, 1), (149, 1)), sinks=400),  # all are forced
+    Case(requests=((149, 1),), recent=400, by_page=True),
+    Case(requests=((160, 1), (159, 1)), topk=400, dense_below=0),  # the budget exceeds the tokens
+    Case(requests=((159, 1),), topk=400, dense_below=0, by_page=True, sinks=3),
+    Case(requests=((90, 5),), topk=16, dense_below=16, page_size=4, num_splits=2),  # the rows of several pages
+    Case(requests=((5, 1), (3, 1), (6, 1)), topk=2, dense_below=0, recent=1),  # one page, two pages
+    Case(requests=((161, 1),), group=48, topk=20, dense_below=20),
+    Case(requests=((300, 1),), magnitude=5.0),
+    Case(requests=((230, 1),), page_size=32, sinks=33, recent=33, topk=100),  # pages that are forced in part
+    Case(requests=((229, 1),), page_size=32, sinks=33, recent=2, topk=37, dense_below=37),  # budget of a page's part
+]
+
+
+@dataclass
+class Row:
+    """A row of the step: ``request`` sees its first ``num_tokens`` tokens; ``token`` is its place in the batch."""
+
+    request: int
+    num_tokens: int
+    token: int
+    selected: list[list[int]]
+    is_clear: list[bool]
+    """Whether the selected tokens of a KV head stand out from the others by more than rounding."""
+
+
+class Step:
+    """A case's numbers, its cache and the reference's choice."""
+
+    def __init__(self, case: Case, keys: list[Tensor] | None = None, query: Tensor | None = None) -> None:
+        self.case = case
+        self.random = torch.Generator().manual_seed(case.seed)
+        H, D = case.num_kv_heads, case.head_size
+        sizes = [n for n, _ in case.requests]
+        self.keys = keys or [random_tokens((n, H, D), case.dtype, 7 * n + case.seed, case.magnitude) for n in sizes]
+        self.values = [random_tokens((n, H, D), case.dtype, 7 * n + 1) for n in sizes]
+        self.real_keys = [x.double() * case.scales[0] for x in self.keys]
+        self.real_values = [x.double() * case.scales[1] for x in self.values]
+        self._lay_out()
+        count = sum(rows for _, rows in case.requests)
+        self.batch = count + 2  # two tokens that are not of this step's rows
+        self.tokens = sorted(torch.randperm(self.batch, generator=self.random)[:count].tolist())
+        fused = torch.full((self.batch, H * case.group + 2, D), torch.nan, dtype=case.model_dtype)
+        self.query = fused[:, : H * case.group]  # as in vLLM, its rows are not adjacent
+        drawn = torch.randn(count, H * case.group, D, generator=self.random) * 1.5 if query is None else query
+        self.query[self.tokens] = drawn.to(case.model_dtype)
+        self.rows = self._rows()
+
+    def _lay_out(self) -> None:
+        case = self.case
+        blocks = [-(-n // case.block_size) for n, _ in case.requests]
+        sizes = (sum(blocks), case.num_kv_heads, case.block_size, case.head_size, case.dtype, case.kt_dtype)
+        scales = {"key_scale": case.scales[0], "value_scale": case.scales[1]}
+        paged = make_cache(*sizes, case.page_size, is_hnd=case.is_hnd, seed=case.seed, **scales)
+        self.view = paged.view
+        table = torch.full((len(blocks), max(blocks) + 9), 1 << 30, dtype=torch.int32)
+        self.table = table[:, 2:-3]  # its rows are not adjacent
+        self.table_row = torch.randperm(len(blocks), generator=self.random).tolist()
+        for r, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            self.table[self.table_row[r], r % 4 : r % 4 + blocks[r]] = paged.add(keys, values)
+
+    def _rows(self) -> list[Row]:
+        places = iter(self.tokens)
+        counts = enumerate(self.case.requests)
+        return [self._row(r, n - rows + 1 + i, next(places)) for r, (n, rows) in counts for i in range(rows)]
+
+    def _row(self, request: int, n: int, token: int) -> Row:
+        case = self.case
+        heads = case.num_kv_heads
+        if n <= case.dense_below or not case.page_size:
+            return Row(request, n, token, [list(range(n))] * heads, [True] * heads)
+        bounds = page_bounds(self.keys[request][:n], case.page_size, case.kt_dtype)
+        low, high = (bound_values(x) * case.scales[0] for x in bounds)
+        temperature = "adaptive" if case.adaptive else "constant"
+        scores = reference.hsa_scores(self.query[token], low, high, n, case.page_size, case.topr, temperature)
+        granularity = "page" if case.by_page else "token"
+        scores = with_exact_ties(scores)
+        options = (case.page_size, case.topk, granularity, case.sinks, case.recent)
+        selected = reference.hsa_choose(scores, n, *options)
+        return Row(
+            request, n, token, selected, [self._is_clear(s, of, n) for s, of in zip(scores, selected, strict=True)]
+        )
+
+    def _is_clear(self, scores: Tensor, selected: list[int], n: int) -> bool:
+        """No page's score is as good as that of the last page that is taken for its score, unless it is the very same."""
+        case, page = self.case, self.case.page_size
+        forced = {t for t in range(n) if t < case.sinks or t >= n - case.recent}
+        if case.by_page:
+            forced = {t for t in range(n) if t // page in {t // page for t in forced}}
+        free = sorted(set(range(n)) - forced)
+        taken = [float(scores[t // page]) for t in set(selected) - forced]
+        if not taken or len(taken) == len(free):
+            return True
+        edge = min(taken)
+        others = [float(scores[p]) for p in {t // page for t in free}]
+        return not any(s != edge and abs(s - edge) <= NEAR * edge + LEAST for s in others)
+
+    def rows_table(self) -> Tensor:
+        """All rows, with inert ones before, between and behind them."""
+        topr = self.case.head_size if self.case.topr is None else self.case.topr
+        inert = [-(1 << 30), 1 << 30, -5, 0, 1 << 30, 7]
+        table = [inert]
+        for row in self.rows:
+            later = int(row.num_tokens < self.case.requests[row.request][0])
+            table.append([row.token, self.table_row[row.request], row.request % 4, row.num_tokens, topr, later])
+            if row.request == 0:
+                table.append(inert)
+        return torch.tensor([*table, inert], dtype=torch.int32)
+
+    def workspace(self, **other: Any) -> SplitWorkspace:
+        case = self.case
+        heads = case.num_kv_heads * case.group, case.num_kv_heads, case.head_size
+        sizes = {"num_splits": case.num_splits, "page_tile": case.page_tile, "select_tile": case.select_tile} | other
+        rows = len(self.rows_table()) + 2
+        workspace = SplitWorkspace(rows, *heads, case.capacity, case.page_size, device="cpu", **sizes)
+        for tensor in workspace.tensors.values():
+            tensor.view(torch.int32).fill_(GARBAGE)
+        return workspace
+
+    def decode(
+        self,
+        scale: float,
+        dtype: torch.dtype = torch.float32,
+        min_tokens: int = 0,
+        view: CacheView | None = None,
+        **o: Any,
+    ) -> Tensor:
+        output = torch.full((self.batch, self.query.shape[1], self.case.head_size), torch.nan, dtype=dtype)
+        options = self.case.options(scale)
+        workspace = self.workspace(**o)
+        decode_split(
+            self.query, view or self.view, output, self.rows_table(), self.table, options, workspace, min_tokens
+        )
+        return output
+
+
+def with_exact_ties(scores: Tensor) -> Tensor:
+    """Scores that differ by float64's rounding alone made equal."""
+    result = scores.clone()
+    for of_head in result:
+        for before, here in itertools.pairwise(of_head.argsort().tolist()):
+            if abs(of_head[here] - of_head[before]) <= 1e-9 * of_head[here]:
+                of_head[here] = of_head[before]
+    return result
+
+
+@cache
+def step_of(case: Case) -> Step:
+    return Step(case)
+
+
+def assert_attends(step: Step, row: Row, output: Tensor, scale: float, rtol: float, atol: float) -> int:
+    """Returns how many KV heads the comparison had to leave out."""
+    case, n = step.case, row.num_tokens
+    keys, values = step.real_keys[row.request][:n], step.real_values[row.request][:n]
+    softcap = case.softcap if scale else 0.0
+    want = reference.attend(step.query[row.token], keys, values, row.selected, scale, softcap)
+    clear = torch.tensor(row.is_clear).repeat_interleave(case.group)
+    torch.testing.assert_close(output.double()[clear], want[clear], rtol=rtol, atol=atol)
+    return row.is_clear.count(False)
+
+
+def assert_reads(step: Step, output: Tensor) -> None:
+    """The rows' outputs at scale 0 are the means of the values that the reference reads, and others are untouched."""
+    left_out = sum(assert_attends(step, row, output[row.token], 0.0, 1e-5, 1e-5) for row in step.rows)
+    assert left_out <= 1 + 0.05 * len(step.rows) * step.case.num_kv_heads, "near ties are rare"
+    others = sorted(set(range(step.batch)) - set(step.tokens))
+    assert output[others].isnan().all()
+
+
+# --------------------------------------------------------------------------------------------- a step
+
+
+@pytest.mark.parametrize("case", CASES + EDGES, ids=str)
+def test_rows_are_the_reference(case: Case) -> None:
+    step = step_of(case)
+    assert_reads(step, step.decode(0.0))
+    scale = case.head_size**-0.5 / case.magnitude
+    output = step.decode(scale, case.model_dtype)
+    eps = torch.finfo(case.model_dtype).eps
+    # Products of 16-bit types round the weights to them, as FlashAttention does.
+    atol = (
+        2e-5 if case.model_dtype == torch.float32 else 0.5 * eps * max(float(x.abs().max()) for x in step.real_values)
+    )
+    for row in step.rows:
+        assert_attends(step, row, output[row.token], scale, max(0.51 * eps, 1e-5), atol)
+
+
+@pytest.mark.parametrize("case", [EDGES[0], EDGES[4], EDGES[13], EDGES[14]], ids=str)
+def test_the_number_of_splits_changes_rounding_alone(case: Case) -> None:
+    step = step_of(case)
+    want = step.decode(0.125)
+    for splits, tile in ((1, 64), (7, 16), (12, 32)):
+        found = step.decode(0.125, num_splits=splits, page_tile=tile, select_tile=4 * tile)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("min_tokens", [63, 64, 200])
+def test_rows_of_at_most_min_tokens_are_left_alone(min_tokens: int) -> None:
+    step = step_of(Case())  # rows of 317, 64, 199, 200 and 201 tokens
+    everything = step.decode(0.0)
+    output = step.decode(0.0, min_tokens=min_tokens)
+    for row in step.rows:
+        if row.num_tokens <= min_tokens:
+            assert output[row.token].isnan().all()
+        else:
+            assert torch.equal(output[row.token], everything[row.token])
+
+
+@pytest.mark.parametrize("case", [Case(page_size=16, recent=5, sinks=3, topr=20), CASES[3]], ids=str)
+def test_agrees_with_the_fused_kernel_and_shares_a_batch_with_it(case: Case) -> None:
+    step = step_of(case)
+    want = step.decode(0.0)
+    heads = case.num_kv_heads * case.group, case.num_kv_heads, case.head_size
+    for limit in (1024, sorted(row.num_tokens for row in step.rows)[-2]):
+        fused = DecodeWorkspace.allocate(20, *heads, limit, case.page_size, "cpu")
+        output = step.decode(0.0, min_tokens=limit)
+        decode(step.query, step.view, output, step.rows_table(), step.table, case.options(0.0), fused)
+        torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_a_step_without_rows() -> None:
+    step = step_of(Case())
+    output = torch.full_like(step.query, torch.nan)
+    for table in (step.rows_table()[:0], step.rows_table()[:1]):
+        decode_split(step.query, step.view, output, table, step.table, step.case.options(1.0), step.workspace())
+    assert output.isnan().all()
+
+
+def test_a_used_workspace_changes_nothing() -> None:
+    step = step_of(EDGES[0])
+    workspace = step.workspace()
+    outputs = []
+    for scale in (0.1, 0.2, 0.1):
+        output = torch.full_like(step.query, torch.nan)
+        options = step.case.options(scale)
+        decode_split(step.query, step.view, output, step.rows_table(), step.table, options, workspace)
+        outputs.append(output.nan_to_num())
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+# --------------------------------------------------------------------------------------------- selection
+
+
+@pytest.mark.parametrize("by_page", [False, True], ids=["token", "page"])
+@pytest.mark.parametrize(("group", "page_size", "topk"), [(1, 4, 30), (3, 2, 99), (3, 4, 62), (2, 1, 20)])
+def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
+    by_page: bool, group: int, page_size: int, topk: int
+) -> None:
+    """Pages of five kinds, the newest one among them, over several tiles and splits."""
+    case = Case(
+        requests=((33 * page_size, 1), (130 * page_size, 1), (130 * page_size - 1, 1)),
+        group=group,
+        page_size=page_size,
+        topk=topk,
+        dense_below=0,
+        by_page=by_page,
+        topr=20,
+        select_tile=16,
+    )
+    draw = torch.Generator().manual_seed(5)
+    kinds = torch.randint(-2, 3, (5, page_size, case.num_kv_heads, case.head_size), generator=draw).float()
+    keys = []
+    for n, _ in case.requests:
+        kind = torch.randint(0, 5, (-(-n // page_size),), generator=draw)
+        keys.append(kinds[kind].flatten(0, 1)[:n])
+    query = torch.randn(3, case.num_kv_heads * group, case.head_size, generator=draw)
+    step = Step(case, keys, query)
+    assert all(all(row.is_clear) for row in step.rows)
+    assert_reads(step, step.decode(0.0))
+
+
+@pytest.mark.parametrize("by_page", [False, True], ids=["token", "page"])
+def test_all_pages_are_equal(by_page: bool) -> None:
+    case = Case(requests=((203, 1),), by_page=by_page, sinks=6, recent=9, topk=61)
+    step = Step(case, [torch.ones(203, case.num_kv_heads, case.head_size)])
+    assert_reads(step, step.decode(0.0))
+
+
+@pytest.mark.parametrize("best", [3, 27])
+def test_pages_that_are_forced_in_part_weigh_what_is_left_of_them(best: int) -> None:
+    """Pages 3 and 27 are the first and the last with free tokens, 3 and 2 of them; they and three others are the best."""
+    case = Case(requests=((123, 1),), sinks=13, recent=13, topk=26 + 3 + 2 + 7, dense_below=0, num_splits=3)
+    strength = torch.zeros(31)
+    strength[[3, 27, 9, 10, 20]] = torch.tensor([3.0, 3.0, 1.5, 1.0, 0.5])
+    strength[best] = 3.5
+    keys = strength.repeat_interleave(4)[:123, None, None] + torch.zeros(123, 1, case.head_size)
+    step = Step(case, [keys], torch.ones(1, case.group, case.head_size))
+    forced = {*range(13), *range(110, 123)}
+    assert step.rows[0].selected == [sorted({*forced, 13, 14, 15, 108, 109, 36, 37, 38, 39, 40, 41, 42})]
+    assert_reads(step, step.decode(0.0))
+
+
+def test_a_score_that_is_not_a_number_ranks_last() -> None:
+    """A NaN in one head's query makes all scores NaN: the lowest tokens are read, which the other head shows."""
+    case = Case(requests=((203, 1),), group=2, num_kv_heads=1, topk=61)
+    query = torch.randn(1, 2, case.head_size, generator=torch.Generator().manual_seed(1))
+    query[0, 1, 5] = torch.nan
+    step = Step(case, query=query)
+    row = step.rows[0]
+    assert row.selected == [list(range(61))]
+    want = step.real_values[0][:61, 0].mean(0)
+    torch.testing.assert_close(step.decode(0.0)[row.token, 0].double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", [0, 70, 149])
+@pytest.mark.parametrize("kt_dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
+def test_a_key_beyond_the_bounds_type_is_found(position: int, kt_dtype: torch.dtype) -> None:
+    case = Case(requests=((150, 1),), kt_dtype=kt_dtype, topk=4, dense_below=4, num_kv_heads=1, by_page=True)
+    keys = torch.randn(150, 1, case.head_size, generator=torch.Generator().manual_seed(position))
+    keys[position, 0, 9] = 1e5
+    query = torch.rand(1, 3, case.head_size, generator=torch.Generator().manual_seed(position))
+    step = Step(case, [keys], query)
+    page = position // 4 * 4
+    assert step.rows[0].selected == [list(range(page, min(page + 4, 150)))]
+    assert_reads(step, step.decode(0.0))
+
+
+def test_few_pages_whose_heads_disagree() -> None:
+    """What the newest, partly filled page weighs decides which head has the say."""
+    lengths = [33 + 5 * i for i in range(8)]
+    case = Case(
+        requests=tuple((n, 1) for n in lengths),
+        head_size=32,
+        num_kv_heads=1,
+        group=4,
+        page_size=16,
+        topk=32,
+        dense_below=0,
+        magnitude=2.0,
+        by_page=True,
+        num_splits=2,
+    )
+    step = step_of(case)
+    assert_reads(step, step.decode(0.0))
+
+
+# --------------------------------------------------------------------------------------------- addresses, memory
+
+
+def test_caches_of_more_elements_than_an_int32_counts() -> None:
+    """Blocks 2^28 bytes apart; memory that is not touched is not there."""
+    case = Case(requests=((317, 1), (40, 1)), dtype=torch.float8_e5m2, model_dtype=torch.bfloat16, num_splits=2)
+    step = step_of(case)
+    small = step.view
+    num_blocks, apart = small.kv.shape[0], 1 << 28
+    kv_bytes = small.kv[0].numel()
+    storage = torch.empty(num_blocks * apart, dtype=torch.uint8)
+    kv = storage.as_strided(small.kv.shape, (apart, *small.kv.stride()[1:]))
+    huge = cache_view(kv, case.dtype, case.kt_dtype, kv_bytes, case.page_size, *case.scales)
+    huge.kv.copy_(small.kv)
+    huge.kt.copy_(small.kt)
+    assert num_blocks * apart > 1 << 31
+    assert torch.equal(step.decode(0.125, view=huge).nan_to_num(), step.decode(0.125).nan_to_num())
+
+
+def test_workspace_bytes_are_those_of_its_tensors() -> None:
+    for sizes in ((3, 12, 4, 80, 1000, 4, 5), (2, 8, 8, 64, 77, 16, 1), (2, 8, 2, 64, 500, 0, 16)):
+        workspace = SplitWorkspace(*sizes, device="cpu")
+        distinct = {tensor.data_ptr(): tensor for tensor in workspace.tensors.values() if tensor.numel()}
+        assert sum(t.numel() * t.element_size() for t in distinct.values()) == workspace_bytes(*sizes)
+    large = workspace_bytes(1, 32, 8, 128, 1 << 20, 4, 16) - workspace_bytes(1, 32, 8, 128, 4, 4, 16)
+    assert large == 4 * 40 * ((1 << 18) - 1)
+
+
+@pytest.mark.parametrize(("rows", "page_size"), [(1, 4), (20, 2)])
+def test_refuses_a_workspace_that_does_not_fit(rows: int, page_size: int) -> None:
+    step = step_of(Case())
+    workspace = SplitWorkspace(rows, 3, 1, 64, 400, page_size, 4, device="cpu")
+    output = torch.empty_like(step.query)
+    with pytest.raises(ValueError, match="a workspace for"):
+        decode_split(step.query, step.view, output, step.rows_table(), step.table, step.case.options(1.0), workspace)
