@@ -6,6 +6,8 @@ picks one when it runs. ``ROCKETKV_SANITIZE=1`` builds ``_cpu_sanitize*.so`` wit
 
 Needs g++ (or what CXX names) and the torch that vLLM pins, so pip must not isolate the build:
 ``pip install --no-build-isolation -e .``
+
+With nvcc and a torch for CUDA it also builds ``vllm_rocketkv/kernels/_cuda*.so``; ``ROCKETKV_CUDA=0`` leaves it out.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,7 +78,89 @@ class BuildKernels(build_ext):
         )
 
 
+# ------------------------------------------------------------------------------------------------ csrc/cuda
+
+CUDA_SOURCES = Path("csrc/cuda")
+CUDA_NAME = "vllm_rocketkv.kernels._cuda"
+CUDA_TARGETS = {"sm_90": "arch=compute_90a,code=sm_90a", "sm_100": "arch=compute_100,code=sm_100"}
+CUDA_TARGETS |= {"sm_80": "arch=compute_80,code=[sm_80,compute_80]"}  # with PTX, for every GPU that is not named
+
+
+def ask_nvcc(home: Path, option: str) -> str:
+    """What nvcc says."""
+    return subprocess.run([home / "bin" / "nvcc", option], capture_output=True, text=True, check=True).stdout
+
+
+def cuda_home() -> Path | None:
+    """Where CUDA is, if its library can be built: it is optional, since the Triton kernels do the same. Says why if not."""
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError:  # a source distribution needs no torch
+        return None
+    home = Path(cpp_extension.CUDA_HOME or "")
+    if os.environ.get("ROCKETKV_CUDA") == "0":
+        reason = "ROCKETKV_CUDA is 0"
+    elif torch.version.cuda is None:
+        reason = "the installed torch is one without CUDA"
+    elif not (home / "bin" / "nvcc").exists():
+        reason = "nvcc was not found (set CUDA_HOME)"
+    else:
+        if f"release {torch.version.cuda.split('.')[0]}." in ask_nvcc(home, "--version"):
+            return home
+        reason = f"nvcc is not of torch's CUDA {torch.version.cuda}"
+    print(f"rocketkv: csrc/cuda is not built, GPUs will use the Triton kernels: {reason}", flush=True)
+    return None
+
+
+class BuildAllKernels(BuildKernels):
+    """Adds the CUDA library where it can be built."""
+
+    cuda_home: Path | None = None
+
+    def finalize_options(self) -> None:
+        """Declare the library; it must be known before setuptools works out where each one goes."""
+        modules = self.distribution.ext_modules
+        if all(extension.name != CUDA_NAME for extension in modules):
+            self.cuda_home = cuda_home()
+            if self.cuda_home is not None:
+                sources = [str(CUDA_SOURCES / name) for name in ("kernels.cu", "bindings.cpp")]
+                depends = [str(p) for p in sorted(CUDA_SOURCES.glob("*.h"))]
+                modules.append(Extension(CUDA_NAME, sources, depends=depends))
+        super().finalize_options()
+
+    def build_extension(self, extension: Extension) -> None:
+        """Compile the kernels with nvcc and the bindings, which need no header of CUDA, with the C++ compiler."""
+        if extension.name != CUDA_NAME:
+            return super().build_extension(extension)
+        import torch
+        from torch.utils import cpp_extension
+
+        home = self.cuda_home or Path(cpp_extension.CUDA_HOME)
+        build = Path(self.build_temp) / "cuda"
+        build.mkdir(parents=True, exist_ok=True)
+        kernels = str(build / "kernels.o")
+        known = ask_nvcc(home, "--list-gpu-code").split()  # CUDA 12.8 is the first that knows sm_100
+        flags = [f"-gencode={target}" for code, target in CUDA_TARGETS.items() if code in known]
+        flags += ["-std=c++17", "-O3", "--threads=3", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+        print(f"    compiling {CUDA_SOURCES / 'kernels.cu'}", flush=True)
+        subprocess.run([home / "bin" / "nvcc", *flags, "-c", CUDA_SOURCES / "kernels.cu", "-o", kernels], check=True)
+        flags = ["-std=c++20", "-O2", "-fvisibility=hidden", "-g0"]
+        flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+        includes = [str(CUDA_SOURCES), *cpp_extension.include_paths()]
+        source = str(CUDA_SOURCES / "bindings.cpp")
+        print(f"    compiling {source}", flush=True)
+        bindings = self.compiler.compile([source], output_dir=str(build), include_dirs=includes, extra_postargs=flags)
+        self.compiler.link_shared_object(
+            [kernels, *bindings],
+            self.get_ext_fullpath(extension.name),
+            libraries=["torch_cpu", "c10", "torch", "cudart"],
+            library_dirs=[*cpp_extension.library_paths(), str(home / "lib64")],
+            target_lang="c++",
+        )
+
+
 name = "vllm_rocketkv.kernels._cpu" + ("_sanitize" if SANITIZE else "")
 sources = [str(p) for p in sorted(SOURCES.glob("*.cpp"))]
 headers = [str(p) for p in sorted(SOURCES.glob("*.h"))]
-setup(ext_modules=[Extension(name, sources, depends=headers)], cmdclass={"build_ext": BuildKernels})
+setup(ext_modules=[Extension(name, sources, depends=headers)], cmdclass={"build_ext": BuildAllKernels})
