@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from tests.triton_kernels.paged import bound_values, make_cache, page_bounds, random_tokens
 from vllm_rocketkv.kernels import reference
@@ -35,28 +33,6 @@ LEAST = 1e-30
 """Scores below this are as good as none."""
 GARBAGE = 0x7F7F7F7F
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-@pytest.fixture(autouse=True)
-def _fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter patches its language anew in every call of a jitted function by another, which takes most of its
-    time: here, once a launch for each module that the functions know the language as."""
-    patched: set[int] = set()
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-
-    def patch_once(fn: Any) -> Any:
-        names = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
-        if names <= patched:
-            return None
-        patched.update(names)
-        return patch(fn)
-
-    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
 
 
 @dataclass(frozen=True)

@@ -25,3 +25,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
         # vLLM's Triton attention chooses tile sizes by it.
         torch.cuda.get_device_capability = lambda device=None: (9, 0)
+
+    from fast_interpreter import speed_up
+
+    speed_up()

@@ -24,7 +24,7 @@ PREFERRED_BLOCK_SIZE = 128
 least. With smaller blocks more is read than asked for."""
 
 
-def dense_backend() -> type[AttentionBackend]:
+def dense_backend() -> Any:
     """vLLM's attention for what is not sparse, under the configuration that is being built."""
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 

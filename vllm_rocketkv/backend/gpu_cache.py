@@ -10,12 +10,14 @@ import torch
 from vllm_rocketkv.backend.metadata import Rows, TouchedPages
 from vllm_rocketkv.backend.parking import ParkedQueries
 from vllm_rocketkv.cache.spec import RocketKVSpec
+from vllm_rocketkv.kernels import cuda
 from vllm_rocketkv.kernels.options import DecodeOptions
 from vllm_rocketkv.kernels.triton.cache import cache_view
 from vllm_rocketkv.kernels.triton.compact import compact
 from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace, decode
 from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace, decode_split
 from vllm_rocketkv.kernels.triton.stage1 import keep_tokens
+from vllm_rocketkv.kernels.triton.top_tokens import top_tokens
 from vllm_rocketkv.kernels.triton.update import summarise_pages, write_rows
 
 KT_DTYPES = {
@@ -32,7 +34,6 @@ class Workspaces:
     fused: DecodeWorkspace
     split: SplitWorkspace | None
     """None where no row can have more tokens than ``fused`` has room for."""
-    max_rows: int
 
 
 class GPUPagedCache(ParkedQueries):
@@ -78,11 +79,13 @@ class GPUPagedCache(ParkedQueries):
             softmax_over_all,
             kernel_size,
             sink_tokens,
+            choose=cuda.top_tokens if cuda.available() else top_tokens,
         )
 
     def compact(self, prompt_blocks: torch.Tensor, private_blocks: torch.Tensor, kept: torch.Tensor) -> None:
         """See ``PagedCache.compact``."""
-        compact(self.view, prompt_blocks.to(torch.int32), private_blocks.to(torch.int32), kept)
+        copy = cuda.compact if cuda.available() else compact
+        copy(self.view, prompt_blocks.to(torch.int32), private_blocks.to(torch.int32), kept)
 
     def summarise(self, touched: TouchedPages) -> None:
         """See ``PagedCache.summarise``."""
@@ -103,9 +106,11 @@ class GPUPagedCache(ParkedQueries):
         if key is not None and value is not None:
             write_rows(self.view, key, value, rows.table, rows.block_table)
         fused, split = self.workspaces.fused, self.workspaces.split
-        for table in rows.table.split(self.workspaces.max_rows):
+        for table in rows.table.split(fused.max_rows):
             decode(query, self.view, output, table, rows.block_table, options, fused)
-            if split is not None:
-                decode_split(
-                    query, self.view, output, table, rows.block_table, options, split, min_tokens=fused.capacity_tokens
-                )
+        if split is None:
+            return
+        for table in rows.table.split(split.max_rows):
+            decode_split(
+                query, self.view, output, table, rows.block_table, options, split, min_tokens=fused.capacity_tokens
+            )

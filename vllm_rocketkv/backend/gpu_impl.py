@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_rocketkv.backend.gpu_cache import GPUPagedCache, Workspaces
@@ -16,7 +16,7 @@ from vllm_rocketkv.backend.impl import RocketKVImplBase
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace
-from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace
+from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace, workspace_bytes
 from vllm_rocketkv.kernels.triton.launch import padded
 
 FUSED_TOKENS = 8192
@@ -24,6 +24,8 @@ FUSED_TOKENS = 8192
 DECODED_TOKENS = 1024
 NUM_SPLITS = 16
 """Programs that share the attention of one row and KV head in the split kernels."""
+SPLIT_BYTES = 512 << 20
+"""Most memory for the split kernels; larger batches go through it in portions."""
 FP8_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -32,11 +34,15 @@ class RocketKVGPUImpl(RocketKVImplBase):
 
     num_heads: int
     num_kv_heads: int
+    head_size: int
     kv_cache_dtype: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._vllm_config = get_current_vllm_config()
+        # Here, while the model is loaded, so that vLLM's memory profile counts it.
+        device = torch.empty(0).device
+        heads = (self.num_heads, self.num_kv_heads, self.head_size)
+        self.workspaces = shared_workspaces(self.config, get_current_vllm_config(), heads, device)
 
     def fused_rope_kvcache_supported(self) -> bool:
         # It would write by the runner's slots, which are wrong for private tokens.
@@ -46,12 +52,11 @@ class RocketKVGPUImpl(RocketKVImplBase):
         is_fp8 = is_quantized_kv_cache(self.kv_cache_dtype)
         kv_dtype = FP8_DTYPES[self.kv_cache_dtype] if is_fp8 else kv_cache.dtype
         scales = (layer._k_scale_float, layer._v_scale_float) if is_fp8 else (1.0, 1.0)
-        workspaces = shared_workspaces(self._vllm_config, spec, self.num_heads, kv_cache.device)
-        return GPUPagedCache(kv_cache, kv_dtype, spec, query_dtype, self.num_heads, scales, workspaces)
+        return GPUPagedCache(kv_cache, kv_dtype, spec, query_dtype, self.num_heads, scales, self.workspaces)
 
 
 @cache
-def implementation(dense_backend: type[AttentionBackend]) -> type[Any]:
+def implementation(dense_backend: Any) -> type[Any]:
     """The implementation whose dense part is that of ``dense_backend``."""
     return type("RocketKVGPUImpl", (RocketKVGPUImpl, dense_backend.get_impl_cls()), {})
 
@@ -60,32 +65,25 @@ _workspaces: dict[Any, Workspaces] = {}
 
 
 def shared_workspaces(
-    vllm_config: VllmConfig, spec: RocketKVSpec, num_query_heads: int, device: torch.device
+    config: RocketKVConfig, vllm_config: VllmConfig, heads: tuple[int, int, int], device: torch.device
 ) -> Workspaces:
-    """The decode kernels' memory, one for all layers of a shape."""
-    key = (id(vllm_config), spec, num_query_heads, device)
-    if key not in _workspaces:
-        _workspaces[key] = _make_workspaces(vllm_config, spec, num_query_heads, device)
-    return _workspaces[key]
-
-
-def _make_workspaces(
-    vllm_config: VllmConfig, spec: RocketKVSpec, num_query_heads: int, device: torch.device
-) -> Workspaces:
-    from vllm.v1.attention.backend import max_decode_query_len
-
-    limits, config = vllm_config.scheduler_config, spec.config
+    """The decode kernels' memory, one for all layers with as many heads: ``(Hq, Hkv, D)``."""
+    limits = vllm_config.scheduler_config
     graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     max_rows = max(limits.max_num_seqs * max_decode_query_len(vllm_config), graphs)
-    max_tokens = vllm_config.model_config.max_model_len
-    page_size = config.page_size if config.selects else 0
-    heads = num_query_heads, spec.num_kv_heads, spec.head_size
-    fused_tokens = min(max_tokens, fused_capacity(config, max_tokens, spec.block_size))
-    fused = DecodeWorkspace.allocate(max_rows, *heads, fused_tokens, page_size, device)
-    split = None
-    if max_tokens > fused_tokens:
-        split = SplitWorkspace(max_rows, *heads, max_tokens, page_size, NUM_SPLITS, device)
-    return Workspaces(fused, split, max_rows)
+    max_tokens, block_size = vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size
+    key = (config, heads, device, max_rows, max_tokens, block_size)
+    if key not in _workspaces:
+        fused_tokens = min(max_tokens, fused_capacity(config, max_tokens, block_size))
+        page_size = config.page_size if config.selects else 0
+        fused = DecodeWorkspace.allocate(max_rows, *heads, fused_tokens, page_size, device)
+        split = None
+        if max_tokens > fused_tokens:
+            row_bytes = workspace_bytes(1, *heads, max_tokens, page_size, NUM_SPLITS)
+            rows = min(max_rows, max(1, SPLIT_BYTES // row_bytes))
+            split = SplitWorkspace(rows, *heads, max_tokens, page_size, NUM_SPLITS, device)
+        _workspaces[key] = Workspaces(fused, split)
+    return _workspaces[key]
 
 
 def fused_capacity(config: RocketKVConfig, max_model_len: int, block_size: int) -> int:

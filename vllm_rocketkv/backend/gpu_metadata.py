@@ -14,7 +14,7 @@ A step is one of two kinds:
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -34,7 +33,7 @@ from vllm_rocketkv.backend.metadata import PromptTable, RocketKVMetadata, Rows, 
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.kernels.triton.plan import find_touched_pages, finish_rows
 
-Array = NDArray[np.int64]
+Array: TypeAlias = NDArray[np.int64]
 
 EVERYTHING = np.iinfo(np.int32).max
 """No limit to a length."""
@@ -69,7 +68,7 @@ class Step:
     def row_table(self, every_token: bool, evicts: bool, num_tokens: int) -> NDArray[np.int32]:
         """``Rows.table`` with tokens to subtract from the request's length in place of num_tokens: of rows alone, or a row for
         each of ``num_tokens`` tokens, inert ones with request -1."""
-        request = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
+        request: Array = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
         token = np.arange(len(request))
         local = token - self.starts[request]
         is_row = local >= self.num_natural[request]
@@ -80,16 +79,16 @@ class Step:
         table = np.stack([token, request, first_block, less, self.topr[request], ~last], axis=1).astype(np.int32)
         if not every_token:
             return table[is_row]
-        padded = np.zeros((num_tokens, 6), dtype=np.int32)
+        padded: NDArray[np.int32] = np.zeros((num_tokens, 6), dtype=np.int32)
         padded[:, 1] = -1
         padded[: len(table)][is_row] = table[is_row]
         return padded
 
     def touch_table(self, num_tokens: int) -> NDArray[np.int32]:
         """Input of ``find_touched_pages`` for ``num_tokens`` tokens."""
-        request = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
+        request: Array = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
         less = self.starts[request + 1] - np.arange(len(request))
-        table = np.full((num_tokens, 2), -1, dtype=np.int32)
+        table: NDArray[np.int32] = np.full((num_tokens, 2), -1, dtype=np.int32)
         table[: len(request)] = np.stack([np.where(self.is_sparse[request], request, -1), less], axis=1)
         return table
 
@@ -216,7 +215,7 @@ class RocketKVGPUMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
             metadata.dense = build_dense(common.replace(seq_lens=seq_lens))
             return
         # A resumed request computes the end of its prompt and outputs beyond it: its dense part must end where its prompt does.
-        request = np.repeat(np.arange(len(step.query_lens)), step.query_lens)
+        request: Array = np.repeat(np.arange(len(step.query_lens)), step.query_lens)
         local = np.arange(len(request)) - step.starts[request]
         tokens = np.flatnonzero(local < step.num_natural[request])
         starts = np.concatenate([[0], np.cumsum(step.num_natural)]).astype(np.int32)
@@ -244,7 +243,7 @@ class RocketKVGPUMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
 
 
 @cache
-def builder(dense_backend: type[AttentionBackend]) -> type[RocketKVGPUMetadataBuilder]:
+def builder(dense_backend: Any) -> type[RocketKVGPUMetadataBuilder]:
     """The builder whose dense part is that of ``dense_backend``."""
     attributes = {"dense_builder_class": dense_backend.get_builder_cls()}
     return type("RocketKVGPUMetadataBuilder", (RocketKVGPUMetadataBuilder,), attributes)

@@ -9,6 +9,7 @@ decode op, which alone reads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class RocketKVImplBase:
     kv_sharing_target_layer_name: str | None
     scale: float
     logits_soft_cap: float
+    do_kv_cache_update: Callable[..., None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,7 +104,7 @@ class RocketKVImplBase:
         """Write what belongs to natural blocks, then fill the private blocks of prompts that became complete."""
         windows = [self._window_queries(layer, kv_cache, query, metadata, crossing) for crossing in metadata.crossings]
         if metadata.natural_slots is not None:
-            self.do_kv_cache_update(layer, key, value, kv_cache, metadata.natural_slots)  # type: ignore[arg-type]
+            self.do_kv_cache_update(layer, key, value, kv_cache, metadata.natural_slots)
         for part in metadata.window_parts:
             self._paged(layer, kv_cache, query, metadata).park(part.private_blocks, part.index, query[part.tokens])
         for crossing, window in zip(metadata.crossings, windows, strict=True):
@@ -122,10 +124,10 @@ class RocketKVImplBase:
         output: torch.Tensor,
     ) -> None:
         if tokens is None:
-            super().forward(layer, query, key, value, kv_cache, dense, output)
+            super().forward(layer, query, key, value, kv_cache, dense, output)  # type: ignore[misc]
             return
         part = torch.empty_like(output[: len(tokens)])
-        super().forward(layer, query[tokens], key, value, kv_cache, dense, part)
+        super().forward(layer, query[tokens], key, value, kv_cache, dense, part)  # type: ignore[misc]
         output[tokens] = part
 
     def _window_queries(

@@ -203,6 +203,11 @@ class DecodeWorkspace:
     chosen: torch.Tensor
     """int32 ``[max_rows, num_kv_heads, pages, 3]``: ``list_tokens``."""
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of a step."""
+        return self.chosen.shape[0]
+
     @classmethod
     def allocate(
         cls,
@@ -302,7 +307,7 @@ def decode(
     ``output[token]`` of those rows and nothing else; rows of no tokens are padding.
     """
     num_rows, group = rows_table.shape[0], query.shape[1] // cache.num_kv_heads
-    assert num_rows <= workspace.chosen.shape[0]
+    assert num_rows <= workspace.max_rows
     assert query.stride(2) == output.stride(2) == rows_table.stride(1) == block_table.stride(1) == 1
     assert rows_table.stride(0) == 6
     if num_rows == 0:
