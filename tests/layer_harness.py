@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real attention layer over a real paged cache, without an engine, and what it must compute.
+"""One real attention layer over a real paged cache, without an engine.
 
-``World`` plays scheduler, block pool and model runner for a batch of requests; ``Request`` holds what every token's
-query, key and value are and works out, unpaged and from ``kernels.reference``, what the layer must answer.
+``World`` plays scheduler, block pool and model runner for a batch of requests, and holds the layer against what each
+``layer_request.Request`` says that it must answer.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.layer_request import KT_DTYPES, Request, Shape, Step
 from vllm_rocketkv import compat, plugin
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels import reference
@@ -26,171 +23,10 @@ STALE = -1e4
 """What K and V of blocks hold that nobody owns. Not NaN: vLLM's dense kernel multiplies what it masks, so that NaN in
 unwritten slots of a last block would break plain vLLM, too. KT tables, paddings and the null block do hold NaN, which
 bytes of 0xFF are in every dtype."""
+STALE_BYTE = 0xFB
+"""The same in both fp8 types: far below zero, and no NaN."""
 LAYER = "model.layers.1.self_attn.attn"
 SHARER = "model.layers.2.self_attn.attn"
-KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the model fixes."""
-
-    num_kv_heads: int = 2
-    group: int = 2
-    head_size: int = 32
-    dtype: torch.dtype = torch.float32
-    block_size: int = 32
-    softcap: float = 0.0
-    shares_cache: bool = False
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_kv_heads * self.group
-
-
-@dataclass(frozen=True)
-class Step:
-    """One scheduled step of a request: ``num_tokens`` are computed, of which the first ``num_accepted`` stay."""
-
-    num_tokens: int
-    num_accepted: int
-
-
-def cut(length: int, *borders: int, start: int = 0) -> list[Step]:
-    """Steps from ``start`` to ``length`` with chunk borders at ``borders``; those outside are ignored."""
-    ends = [start, *sorted({border for border in borders if start < border < length}), length]
-    return [Step(end - begin, end - begin) for begin, end in itertools.pairwise(ends)]
-
-
-@dataclass
-class Request:
-    """One request: its lengths, what it will compute, and the plain sequence it stands for."""
-
-    num_prompt: int
-    steps: list[Step]
-    shape: Shape
-    config: RocketKVConfig
-    seed: int
-    prefix_of: Request | None = None
-    """Another request with the same first ``num_hit`` tokens, whose blocks this one is admitted onto."""
-    num_hit: int = 0
-    computed: int = 0
-    next_step: int = 0
-    row: list[int] = field(default_factory=list)
-    """The worker's append-only block table row."""
-    has_private: bool = False
-    is_compact: bool = False
-    kept_keys: Tensor | None = None
-    kept_values: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        B, N = self.shape.block_size, self.num_prompt
-        P = self.config.prompt_budget_for(N, B)
-        self.is_sparse = self.config.policy != "full" and N > P
-        self.is_evicted = self.is_sparse and self.config.evicts
-        # Design section 2, written out again.
-        self.num_natural = math.ceil(N / B)
-        self.num_dropped = math.ceil((N - P) / B) if self.is_evicted else 0
-        self.num_private = self.num_natural - self.num_dropped if self.is_evicted else 0
-        self.window = self.config.window_size
-        self.last = self.num_hit + sum(step.num_tokens for step in self.steps)
-        self.computed = self.num_hit
-        self.random = torch.Generator().manual_seed(self.seed)
-        shape, dtype = self.shape, self.shape.dtype
-        # Sharp enough that a wrong token is seen beyond the tolerance; with a soft cap, sharp enough to meet it.
-        sharpness = 8.0 if shape.softcap else 2.5
-        draw = torch.randn(4, self.last, shape.num_heads, shape.head_size, generator=self.random)
-        self.query = (draw[0] * sharpness).to(dtype)
-        self.sharer_query = (draw[3] * sharpness).to(dtype)
-        self.key, self.value = draw[1:3, :, : shape.num_kv_heads].to(dtype)
-        if self.prefix_of is not None:
-            self.key[: self.num_hit] = self.prefix_of.key[: self.num_hit]
-            self.value[: self.num_hit] = self.prefix_of.value[: self.num_hit]
-
-    @property
-    def scale(self) -> float:
-        return self.shape.head_size**-0.5
-
-    def redraw_from(self, position: int) -> None:
-        """Other tokens stand where drafts were rejected."""
-        for tensor in (self.query, self.sharer_query, self.key, self.value):
-            fresh = torch.randn(tensor[position:].shape, generator=self.random)
-            factor = 8.0 if self.shape.softcap else 2.5
-            tensor[position:] = (fresh * (factor if tensor.shape[1] == self.shape.num_heads else 1)).to(tensor.dtype)
-
-    def private_sequence(self, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that a token at ``end`` - 1 may read: ``[n, Hkv, D]`` each."""
-        if not self.is_evicted:
-            return self.key[:end], self.value[:end]
-        assert self.kept_keys is not None
-        assert self.kept_values is not None
-        N = self.num_prompt
-        return torch.cat([self.kept_keys, self.key[N:end]]), torch.cat([self.kept_values, self.value[N:end]])
-
-    def evict(self) -> None:
-        N, W, config = self.num_prompt, self.window, self.config
-        num_kept = N - self.num_dropped * self.shape.block_size
-        scores = reference.window_scores(
-            self.query[N - W : N],
-            self.key[:N],
-            self.scale,
-            config.window_softmax,
-            config.kernel_size,
-            self.shape.softcap,
-        )
-        kept = reference.keep_tokens(scores, num_kept, W, config.sink_tokens)
-        index = kept.T[..., None].expand(-1, -1, self.shape.head_size)
-        self.kept_keys, self.kept_values = self.key[:N].gather(0, index), self.value[:N].gather(0, index)
-
-    def expected(self, query: Tensor, start: int, end: int) -> Tensor:
-        """What tokens ``start`` to ``end`` - 1 must get: float64 ``[tokens, Hq, D]``."""
-        border = min(max(self.num_prompt, start), end) if self.is_sparse else end
-        rows = [causal(query[start:border], self.key[:border], self.value[:border], self.scale, self.shape.softcap)]
-        if self.is_evicted and self.kept_keys is None and end >= self.num_prompt:
-            self.evict()
-        page_size = self.config.page_size
-        settled, summaries = 0, None
-        if self.config.selects and border < end:  # pages that are full before this step, the same for all its tokens
-            keys, _ = self.private_sequence(border)
-            settled = len(keys) // page_size * page_size
-            summaries = self.summarise(keys[:settled])
-        for position in range(border, end):
-            keys, values = self.private_sequence(position + 1)
-            selected: Sequence[Sequence[int]] = [range(len(keys))] * self.shape.num_kv_heads
-            if self.config.selects and len(keys) > self.config.dense_below:
-                selected = self.select(query[position], keys, settled, summaries)
-            rows.append(reference.attend(query[position], keys, values, selected, self.scale, self.shape.softcap)[None])
-        return torch.cat(rows)
-
-    def summarise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.page_summaries(keys, self.config.page_size, KT_DTYPES[self.config.resolved_kt_dtype])
-
-    def select(self, query: Tensor, keys: Tensor, settled: int, summaries: Any) -> list[list[int]]:
-        """``keys`` end with the query's own token: a page's bounds never know of later ones."""
-        config = self.config
-        low, high = (torch.cat(pair, 1) for pair in zip(summaries, self.summarise(keys[settled:]), strict=True))
-        return reference.hsa_select(
-            query,
-            low,
-            high,
-            num_tokens=len(keys),
-            page_size=config.page_size,
-            topk_tokens=config.topk_for_step,
-            topr=config.topr_for(self.num_prompt, self.shape.head_size),
-            granularity=config.granularity,
-            temperature=config.temperature,
-            sink_tokens=config.sink_tokens,
-            recent_tokens=config.recent_tokens,
-        )
-
-
-def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float) -> Tensor:
-    """``reference.dense_attention`` in one piece: float64 ``[M, Hq, D]``."""
-    (M, Hq, _), (N, Hkv, _) = query.shape, keys.shape
-    k, v = (tensor.double().repeat_interleave(Hq // Hkv, 1) for tensor in (keys, values))
-    logits = reference.capped(torch.einsum("mhd,nhd->hmn", query.double(), k) * scale, softcap)
-    hidden = torch.ones(M, N, dtype=torch.bool).triu(N - M + 1)
-    return torch.einsum("hmn,nhd->mhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def make_vllm_config(shape: Shape, options: dict[str, Any], path: Path) -> Any:
@@ -214,7 +50,7 @@ def make_vllm_config(shape: Shape, options: dict[str, Any], path: Path) -> Any:
     )
     return VllmConfig(
         model_config=model,
-        cache_config=CacheConfig(block_size=shape.block_size),
+        cache_config=CacheConfig(block_size=shape.block_size, cache_dtype=shape.kv_cache_dtype),
         attention_config=AttentionConfig(backend="ROCKETKV"),
         additional_config={"rocketkv": options},
     )
@@ -260,6 +96,8 @@ class World:
                 )
         finally:
             torch.set_default_dtype(default_dtype)
+        for layer in self.layers:
+            layer._k_scale_float, layer._v_scale_float = shape.key_scale, shape.value_scale
         assert self.builder.config is not None
         self.config: RocketKVConfig = self.builder.config
         # As the runner does for three layers; ours is the one in the middle, so that writes beyond its pages are seen.
@@ -275,7 +113,8 @@ class World:
         assert block_stride == page
         self.all_pages = self.buffer.view(3, num_blocks, page)
         self.pages = self.all_pages[1]
-        cache[1:] = STALE
+        self.stale = STALE_BYTE if shape.is_fp8 else STALE
+        cache[1:] = self.stale
         self.free_blocks = list(range(1, num_blocks))
         self.random.shuffle(self.free_blocks)
         self.users: dict[int, int] = {}
@@ -298,7 +137,7 @@ class World:
             if not self.users[block]:
                 del self.users[block]
                 self.pages[block] = -1
-                self.layers[0].kv_cache[block] = STALE
+                self.layers[0].kv_cache[block] = self.stale
                 self.free_blocks.append(block)
 
     def admit(self, request: Request) -> None:
@@ -482,7 +321,8 @@ class World:
         table = self.pages[blocks, self.spec.kt_offset_bytes : self.spec.kt_offset_bytes + num_bytes].view(dtype)
         table = table.view(len(blocks), shape.num_kv_heads, shape.head_size, 2, pages).float().permute(3, 1, 0, 4, 2)
         keys = keys[: len(keys) // config.page_size * config.page_size]
-        low, high = table.flatten(2, 3)[:, :, : len(keys) // config.page_size]
+        # Bounds of what is stored; real keys are that times the scale.
+        low, high = table.flatten(2, 3)[:, :, : len(keys) // config.page_size] * shape.key_scale
         expected_low, expected_high = reference.page_summaries(keys, config.page_size, dtype)
         of_token = torch.arange(len(keys)) // config.page_size
         by_head = keys.transpose(0, 1).float()

@@ -14,152 +14,33 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
+from tests.scheduler_parts import (
+    LOADING,
+    UNIT,
+    Live,
+    Part,
+    Setting,
+    Step,
+    ceil_div,
+    fake_vllm_config,
+    make_manager,
+    make_request,
+    plain_spec,
+    startup_pool,
+)
+from tests.worker_model import Worker
 from vllm_rocketkv.cache.manager import RocketKVManager
 from vllm_rocketkv.cache.spec import RocketKVSpec, rocketkv_spec
-from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.metrics import Counts
 
-init_none_hash(sha256)
-
-UNIT = 1_000_000  # token ids of stream or request k start at k * UNIT
-LOADING = "loading"
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def plain_spec(block_size: int) -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
-
-
-def fake_vllm_config(max_model_len: int) -> Any:
-    """As much of a ``VllmConfig`` as the start-up check reads."""
-    return SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=max_model_len),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-    )
-
-
-def startup_pool(spec: KVCacheSpec, max_model_len: int) -> int:
-    """Smallest ``num_blocks`` that vLLM's start-up check lets pass; one of them becomes the null block."""
-    return ceil_div(spec.max_memory_usage_bytes(fake_vllm_config(max_model_len)), spec.page_size_bytes) + 1
-
-
-def make_manager(spec: KVCacheSpec, num_blocks: int, max_model_len: int, caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(
-        KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
-        max_model_len=max_model_len,
-        scheduler_block_size=spec.block_size,
-        hash_block_size=spec.block_size,
-        enable_caching=caching,
-    )
-
-
-def make_request(name: str, tokens: list[int], max_tokens: int, block_size: int) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    hasher = get_request_block_hasher(block_size, sha256)
-    return Request(name, tokens, params, None, block_hasher=hasher)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What stays the same for a whole schedule."""
-
-    config: RocketKVConfig
-    block_size: int = 16
-    max_model_len: int = 144
-    spare_blocks: int = 0
-    """Blocks beyond what the start-up check demands."""
-    depth: int = 0
-    """Steps that are scheduled before the oldest one is processed."""
-    async_scheduling: bool = False
-    """Whether decode steps are scheduled before their input token is known; else depth is pipeline parallelism."""
-    lookahead: int = 0
-    num_drafts: int = 0
-    """Draft tokens of a decode step, at depth 0."""
-    caching: bool = True
-    full_sequence_must_fit: bool = True
-    mirror: bool = False
-    """Whether a plain ``FullAttentionSpec`` manager gets the same calls and must give the same blocks."""
-
-
-@dataclass(eq=False)
-class Live:
-    """One request, as the scheduler (``request``) and as the worker (``row``) know it."""
-
-    request: Request
-    uid: int
-    stream: int
-    shared: int
-    """Leading tokens taken from the stream; a request that shares its whole prompt goes on to sample from the stream."""
-    max_tokens: int
-    sparse: bool
-    n: int = 0
-    s: int = 0
-    e: int = 0
-    """Layout; all 0 when nothing is evicted."""
-    external: int = 0
-    """Tokens that a connector offers at the next admission."""
-    incarnation: int = 0
-    row: list[int] | None = None
-    num_hit: int = 0
-    """Tokens of the prefix hit. Without eviction it may reach beyond the prompt, into a longer one that was computed densely."""
-    num_slots: int = 0
-    """Most token slots asked for, in this incarnation."""
-    extended: bool = False
-    compact: bool = False
-    state: str = "waiting"
-
-    @property
-    def evictable(self) -> bool:
-        return self.n > 0
-
-    def token(self, position: int) -> int:
-        return (self.stream if position < self.shared else self.uid) * UNIT + position
-
-    def reset(self) -> None:
-        self.incarnation += 1
-        self.row, self.num_hit, self.num_slots, self.extended, self.compact = None, 0, 0, False, False
-
 
 @dataclass
-class Part:
-    """What one step computes of one request: positions ``start`` to ``end``."""
-
-    live: Live
-    incarnation: int
-    row: list[int]
-    num_hit: int
-    start: int
-    end: int
-    samples: bool = False
-    num_drafts: int = 0
-
-    @property
-    def is_current(self) -> bool:
-        return self.incarnation == self.live.incarnation and self.live.state == "running"
-
-
-@dataclass
-class Step:
-    parts: list[Part]
-    load: Part | None = None
-
-
-@dataclass
-class Model:
+class Model(Worker):
     """Scheduler, worker and memory of one engine. Every action ends in :meth:`check`."""
 
     setting: Setting
@@ -459,78 +340,6 @@ class Model:
     def _managers(self) -> list[KVCacheManager]:
         return [self.manager] if self.plain is None else [self.manager, self.plain]
 
-    # --- worker --------------------------------------------------------------------------------------------------------
-
-    def _block(self, part: Part, position: int) -> int:
-        """Block of the token at ``position``, by the design's formula on the worker's row."""
-        live, block = part.live, position // self.B
-        if live.evictable and position >= live.request.num_prompt_tokens:
-            block += live.n - live.s
-        return part.row[block]
-
-    def _tag(self, part: Part, *key: Any) -> Any:
-        return (*key[:1], part.live.uid, part.incarnation, *key[1:])
-
-    def _content(self, part: Part, position: int) -> Any:
-        """What the slot of ``position`` must hold: exact K and V are named by the token, for it fixes all before it."""
-        if part.live.sparse and position >= max(part.live.request.num_prompt_tokens, part.num_hit):
-            return self._tag(part, "sparse", position)
-        return part.live.token(position)
-
-    def _private(self, part: Part) -> list[int]:
-        blocks = part.row[part.live.n : part.live.n + part.live.e]
-        assert len(blocks) == part.live.e
-        return blocks
-
-    def _window(self, part: Part) -> range:
-        """Places in the observation window that this step computes."""
-        live = part.live
-        if not live.evictable:
-            return range(0)
-        first = live.request.num_prompt_tokens - self.W
-        return range(max(part.start - first, 0), max(min(part.end, first + self.W) - first, 0))
-
-    @staticmethod
-    def _crosses(part: Part) -> bool:
-        return part.live.evictable and part.start < part.live.request.num_prompt_tokens <= part.end
-
-    def _execute(self, parts: list[Part]) -> None:
-        """One layer: all K and V of the batch, every dense read, parked queries or compaction, the sparse reads (I11)."""
-        B = self.B
-        for part in parts:
-            for position in range(part.start, part.end):
-                self.memory[self._block(part, position)][position % B] = self._content(part, position)
-        for part in parts:
-            N = part.live.request.num_prompt_tokens
-            if not part.live.evictable or part.start < N:
-                end = min(part.end, N) if part.live.evictable else part.end
-                self._read(part.row, [self._content(part, position) for position in range(end)])
-        for part in parts:
-            live, N = part.live, part.live.request.num_prompt_tokens
-            window = self._window(part)
-            if self._crosses(part):
-                blocks = self._private(part)
-                parked = [self._tag(part, "query", place) for place in range(window.start)]
-                self._read(blocks, parked)
-                for slot in range(N - live.s * B):
-                    self.memory[blocks[slot // B]][slot % B] = self._tag(part, "kept", slot)
-            elif window:
-                blocks = self._private(part)
-                for place in window:
-                    self.memory[blocks[place // B]][place % B] = self._tag(part, "query", place)
-        for part in parts:
-            live, N = part.live, part.live.request.num_prompt_tokens
-            if live.evictable and part.end > N:
-                kept = [self._tag(part, "kept", slot) for slot in range(N - live.s * B)]
-                decoded = [self._content(part, position) for position in range(N, part.end)]
-                self._read(part.row[live.n :], kept + decoded)
-
-    def _read(self, blocks: list[int], wanted: list[Any]) -> None:
-        for index in range(ceil_div(len(wanted), self.B)):
-            here = wanted[index * self.B : (index + 1) * self.B]
-            found = self.memory[blocks[index]][: len(here)]
-            assert found == here, f"block {blocks[index]} holds {found}, not {here}"
-
     def _execute_load(self, load: Part) -> None:
         live, request = load.live, load.live.request
         for position in range(load.start, load.end):
@@ -542,26 +351,6 @@ class Model:
                 manager.cache_blocks(request, request.num_computed_tokens)
         else:
             self._finish(live, RequestStatus.FINISHED_ABORTED)
-
-    def _check_writes(self, parts: list[Part]) -> None:
-        """Before a step is dispatched: nothing is written twice, nothing to a hashed block but what the hash promises."""
-        written: Counter[tuple[int, int]] = Counter()
-        for part in parts:
-            live, N = part.live, part.live.request.num_prompt_tokens
-            private = set(part.row[live.n :]) if live.extended else set()
-            for position in range(part.start, part.end):
-                block = self.pool.blocks[self._block(part, position)]
-                assert not block.is_null
-                assert block.ref_cnt > 0
-                assert (block.block_id in private) == (live.evictable and position >= N)
-                if block.block_hash is not None:
-                    assert not live.sparse or position < N, "a block of sparse decoding is hashed"
-                    assert get_block_hash(block.block_hash) == live.request.block_hashes[position // self.B]
-                written[block.block_id, position % self.B] += 1
-            if self._window(part):
-                for block_id in self._private(part):
-                    assert self.pool.blocks[block_id].block_hash is None
-        assert not written or max(written.values()) == 1, "two requests write one slot"
 
     # --- what always holds -----------------------------------------------------------------------------------------------
 

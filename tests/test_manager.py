@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.scheduler_model import (
+from tests.scheduler_model import Model
+from tests.scheduler_parts import (
     LOADING,
     Live,
-    Model,
     Setting,
     ceil_div,
     fake_vllm_config,

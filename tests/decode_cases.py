@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps that the C++ kernels of stage 2 are tested on: shapes, options and lengths, every axis several times."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vllm_rocketkv.kernels.cpu import TYPES
+
+KV_TYPES = list(TYPES)
+KT_TYPES = [torch.bfloat16, torch.float8_e5m2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's decode step. ``requests``: cached tokens of each after the step, and how many of them it adds (its rows)."""
+
+    requests: tuple[tuple[int, int], ...] = ((317, 1), (64, 1), (201, 4))
+    dtype: torch.dtype = torch.bfloat16  # of the cache
+    model_dtype: torch.dtype = torch.bfloat16
+    kt_dtype: torch.dtype = torch.bfloat16
+    head_size: int = 64
+    num_kv_heads: int = 2
+    group: int = 3
+    block_size: int = 32
+    page_size: int = 4  # 0: no KT table
+    topr: int | None = None
+    topk: int = 50
+    dense_below: int = 50
+    by_page: bool = False
+    adaptive: bool = True
+    sinks: int = 0
+    recent: int = 0
+    softcap: float = 0.0
+    native: str = ""  # vLLM's layout of that name; else private blocks
+    is_shared: bool = False  # another layer has written the cache
+    is_fused: bool = False  # query, key and value are slices of one tensor
+    magnitude: float = 1.0  # of keys
+    seed: int = 0
+
+    def __str__(self) -> str:
+        names = [str(x).removeprefix("torch.") for x in (self.dtype, self.kt_dtype)]
+        sizes = [f"D{self.head_size}", f"G{self.group}", f"B{self.block_size}", f"page{self.page_size}"]
+        return "-".join([*names, *sizes, self.native or "private", str(self.seed)])
+
+    @property
+    def scale(self) -> float:
+        return self.head_size**-0.5
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        return (0.37, 1.7) if self.dtype.itemsize == 1 else (1.0, 1.0)
+
+    @property
+    def is_written(self) -> bool:
+        """The step stores its rows' keys and values."""
+        return not self.native and not self.is_shared
+
+
+def generated_cases(count: int) -> list[Case]:
+    """Every value of every axis several times, combined at random."""
+    draw = random.Random(2502)
+    axes: dict[str, list[Any]] = {
+        "dtype": KV_TYPES,
+        "model_dtype": KV_TYPES[:3],
+        "kt_dtype": KT_TYPES,
+        "head_size": [32, 64, 80, 96, 128, 256],
+        "num_kv_heads": [1, 2, 3],
+        "group": [1, 3, 4, 5, 8],
+        "block_size": [32, 48, 128, 16],
+        "page_size": [1, 2, 4, 16],
+        "topr": [None, None, 1, 7, 16, 31],
+        "topk": [7, 16, 33, 100, 550],
+        "by_page": [True, False],
+        "adaptive": [True, False],
+        "sinks": [0, 0, 1, 5, 17],
+        "recent": [0, 0, 1, 6, 33],
+        "softcap": [0.0, 0.0, 4.0],
+        "native": ["", "", "vec", "vec16"],
+        "is_shared": [False, False, False, True],
+        "is_fused": [True, False],
+    }
+    columns = {}
+    for name, values in axes.items():
+        columns[name] = list(itertools.islice(itertools.cycle(values), count))
+        draw.shuffle(columns[name])
+    cases = []
+    for i in range(count):
+        case = Case(**{name: column[i] for name, column in columns.items()}, seed=i)
+        if case.dtype.itemsize > 1:
+            case = replace(case, model_dtype=case.dtype)
+        if case.native:
+            case = replace(case, block_size=draw.choice([32, 96, 128]))
+            if case.dtype.itemsize == 1:  # what vLLM has kernels for
+                head_size = 128 if case.head_size == 80 else case.head_size
+                case = replace(case, native="vec", model_dtype=torch.bfloat16, head_size=head_size)
+        topk, page, block = case.topk, case.page_size, case.block_size
+        dense = draw.choice([0, topk, topk, topk + page, 2 * topk, 600])
+        corners = [
+            1,
+            page,
+            page + 1,
+            block,
+            block + 1,
+            2 * block - 1,
+            dense,
+            dense + 1,
+            topk,
+            topk + 1,
+            topk + page + 1,
+        ]
+        lengths = [*draw.sample([n for n in corners if n], 5), draw.randint(1, 400), draw.randint(521, 1300)]
+        rows = [1] * 5 + [min(draw.randint(2, 6), lengths[5]), 1]
+        requests = [*zip(lengths, rows, strict=True), (max(dense, topk) + 2 * page + 1, 2 * page if page < 16 else 3)]
+        draw.shuffle(requests)
+        cases.append(replace(case, requests=tuple(requests), dense_below=dense))
+    return cases
+
+
+CASES = generated_cases(60)
+EDGES = [
+    Case(page_size=0, requests=((700, 1), (1, 1), (40, 3))),  # no KT table: everything is read
+    Case(requests=((513, 1),), num_kv_heads=1, group=1),  # one unit
+    Case(requests=((1200, 1),), num_kv_heads=1, topk=512, block_size=128),  # one segment exactly
+    Case(requests=((1200, 1),), num_kv_heads=1, topk=513, by_page=True, page_size=2),
+    Case(requests=((1537, 1),), dense_below=5000),  # four dense segments, the last of one token
+    Case(requests=((300, 1), (299, 2)), sinks=40, recent=41, topk=50),  # the forced tokens exceed the budget
+    Case(requests=((300, 1), (299, 2)), sinks=400),  # all are forced
+    Case(requests=((300, 1), (299, 2)), recent=400, by_page=True),
+    Case(requests=((90, 33), (70, 70)), topk=16, dense_below=16),  # the rows of several pages and blocks
+    Case(requests=((160, 1),) * 20, topk=16, dense_below=16),  # more units than threads
+    Case(requests=((1400, 1),), block_size=128, page_size=2, head_size=96, topr=31, group=5),  # 64 pages a block
+    Case(requests=((1400, 1),), block_size=96, page_size=2, kt_dtype=torch.float8_e5m2, dtype=torch.float8_e5m2),
+    Case(requests=((900, 2),), dtype=torch.float32, model_dtype=torch.float32, magnitude=2000.0),
+]
