@@ -231,6 +231,24 @@ def test_needles_are_found(make_engine: MakeEngine, tokenizer: Any) -> None:
     assert engine.reset_prefix_cache(), "blocks were left in use"
 
 
+def test_with_keys_and_values_in_fp8(make_engine: MakeEngine, tokenizer: Any) -> None:
+    """Against plain vLLM with the same cache: equal tokens below the budget, one prompt at a time since the model is in bfloat16,
+    and no fact found less."""
+    short = [prompt_of(tokenizer, n, i) for i, n in enumerate((40, 300, BUDGET))]
+    needles = [needle(tokenizer, n, i) for i, n in enumerate(NEEDLE_LENGTHS) if i % 2]
+    results = []
+    for rocketkv in (None, {"prompt_budget": BUDGET}):
+        engine = make_engine(rocketkv, kv_cache_dtype="fp8")
+        below = one_by_one(engine, short, 24)
+        outputs = generate(engine, [tokens for tokens, _ in needles], demo_document.ANSWER_TOKENS)
+        found = [answer in tokenizer.decode(output) for output, (_, answer) in zip(outputs, needles, strict=True)]
+        results.append((below, found))
+    (plain_below, plain_found), (our_below, our_found) = results
+    assert our_below == plain_below
+    assert sum(our_found) >= sum(plain_found) > 0, (our_found, plain_found)
+    assert our_counts()["requests_evicted"] >= len(needles)
+
+
 @pytest.mark.parametrize(
     "options",
     [

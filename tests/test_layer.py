@@ -8,7 +8,7 @@ them, through one layer in mixed batches, and compares every token's output and 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.kernel_fixtures import one_thread  # noqa: F401  (used by all tests)
-from tests.layer_harness import Request, Shape, Step, World, causal, cut
+from tests.layer_harness import World
+from tests.layer_request import Request, Shape, Step, causal, cut
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels import reference
 
@@ -33,6 +34,7 @@ class Case:
     def name(self) -> str:
         shape, options = self.shape, self.options
         dtype = str(shape.dtype).removeprefix("torch.")
+        dtype += f"-kv_{shape.kv_cache_dtype}" if shape.is_fp8 else ""
         rest = "-".join(str(value) for key, value in options.items() if key not in ("policy", "prompt_budget"))
         cap = f"-cap{shape.softcap:g}" if shape.softcap else ""
         return (
@@ -44,7 +46,9 @@ class Case:
 def make_options(policy: str, preset: str, shape: Shape, **extra: Any) -> dict[str, Any]:
     """Options small enough that every prompt length stays short."""
     B, W = shape.block_size, 16
-    budget = max(W + B, -(-W * shape.group // (2 * B)) * B) + 37  # no multiple of the block size
+    budget = (
+        max(W + B, -(-W * shape.group * shape.query_to_kv_bytes // (2 * B)) * B) + 37
+    )  # no multiple of the block size
     options: dict[str, Any] = {"policy": policy, "preset": preset, "window_size": W}
     if preset == "reference":
         options |= {"token_budget": 64, "max_new_tokens": 16, "kernel_size": 7}
@@ -59,6 +63,14 @@ def make_options(policy: str, preset: str, shape: Shape, **extra: Any) -> dict[s
 
 def shaped(num_kv_heads: int, group: int, head_size: int, dtype: torch.dtype, block_size: int, cap: int = 0) -> Shape:
     return Shape(num_kv_heads, group, head_size, dtype, block_size, float(cap))
+
+
+def in_fp8(
+    num_kv_heads: int, group: int, head_size: int, dtype: torch.dtype, block_size: int, kv: str = "fp8"
+) -> Shape:
+    """Scales are powers of two, so that dividing by one rounds nothing."""
+    shape = shaped(num_kv_heads, group, head_size, dtype, block_size)
+    return replace(shape, kv_cache_dtype=kv, key_scale=0.5, value_scale=2.0)
 
 
 def make_cases() -> list[Case]:
@@ -96,6 +108,16 @@ def make_cases() -> list[Case]:
         (shaped(1, 8, 32, F16, 32), "hsa", "default", {"granularity": "token", "topr": 5}),
         (shaped(2, 4, 64, F32, 32), "full", "default", {}),
         (shaped(1, 7, 96, F32, 64, 30), "full", "default", {}),
+    ]
+    rows += [
+        (in_fp8(2, 4, 64, BF16, 32), "rocketkv", "default", {}),
+        (in_fp8(1, 3, 96, BF16, 64, "fp8_e5m2"), "rocketkv", "trtllm", {}),
+        (in_fp8(2, 2, 32, F32, 32, "fp8_e4m3"), "rocketkv", "default", {"granularity": "token"}),
+        (in_fp8(2, 2, 64, BF16, 32), "rocketkv", "reference", {}),
+        (in_fp8(1, 7, 128, F16, 32, "fp8_e5m2"), "rocketkv", "default", E5M2),
+        (in_fp8(2, 4, 64, F32, 32), "snapkv", "default", {}),
+        (in_fp8(2, 3, 32, BF16, 64, "fp8_e5m2"), "hsa", "default", {}),
+        (in_fp8(2, 4, 64, BF16, 32), "full", "default", {}),
     ]
     return [Case(shape, make_options(policy, preset, shape, **extra)) for shape, policy, preset, extra in rows]
 
@@ -197,8 +219,11 @@ def test_layer_that_shares_a_cache_reads_what_its_owner_wrote(policy: str, tmp_p
 
 @pytest.mark.parametrize("group", [3, 5, 6, 7])
 @pytest.mark.parametrize("blocks", [2, 3])
-def test_largest_window_that_start_up_accepts_can_be_parked(group: int, blocks: int, tmp_path: Path) -> None:
-    shape = Shape(num_kv_heads=1, group=group)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_largest_window_that_start_up_accepts_can_be_parked(
+    group: int, blocks: int, kv_cache_dtype: str, tmp_path: Path
+) -> None:
+    shape = Shape(num_kv_heads=1, group=group, kv_cache_dtype=kv_cache_dtype)
     B = shape.block_size
     budget = blocks * B
 
@@ -206,7 +231,7 @@ def test_largest_window_that_start_up_accepts_can_be_parked(group: int, blocks: 
         config = RocketKVConfig.parse({"prompt_budget": budget, "window_size": window})
         try:
             config.check_block_size(B)
-            config.check_window_fits(B, group)
+            config.check_window_fits(B, group, shape.query_to_kv_bytes)
         except ValueError:
             return False
         return True

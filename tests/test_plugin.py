@@ -125,8 +125,12 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"policy": "quest"}, {}, "policy"),
     (OPTIONS, {"block_size": 48}, "--block-size"),
     ({"sink_tokens": 4096, "policy": "snapkv"}, {}, "sink_tokens"),
-    (OPTIONS, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+    (OPTIONS, {"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype"),
+    (OPTIONS, {"kv_cache_dtype": "fp8_inc"}, "--kv-cache-dtype"),
     (OPTIONS, {"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype"),
+    (OPTIONS, {"kv_cache_dtype": "float16", "dtype": "bfloat16"}, "--kv-cache-dtype"),
+    (OPTIONS, {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
+    ({"prompt_budget": 288, "window_size": 160}, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
     (OPTIONS, {"kv_offloading_size": 1.0}, "--kv-offloading-size"),
     (OPTIONS, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
     (OPTIONS, {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
@@ -170,6 +174,7 @@ def test_options_in_the_wrong_place_are_refused(model: str, misplaced: dict[str,
 MODELS: list[tuple[Callable[..., str], dict[str, Any], str]] = [
     (save_mistral, {"sliding_window": 64}, "sliding-window"),
     (save_llama, {"head_dim": 48}, "head size 48"),
+    (save_llama, {"head_dim": 512}, "head size 512"),
 ]
 
 
@@ -189,6 +194,54 @@ def test_draft_models_are_refused(model: str) -> None:
     assert "--speculative-config" in _sentence(refusal.value)
 
 
+# --- what K and V are stored in ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_fp8_caches_are_accepted(model: str, dtype: str, kv_cache_dtype: str) -> None:
+    config = configure(model, OPTIONS, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    assert config.cache_config.cache_dtype == kv_cache_dtype
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_models_own_type_may_be_named(model: str, dtype: str) -> None:
+    assert configure(model, OPTIONS, dtype=dtype, kv_cache_dtype=dtype).cache_config.cache_dtype == dtype
+
+
+def test_fp8_is_refused_where_vllms_kernels_lack_it(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, without_avx512 in ((save_llama(tmp_path, head_dim=80), False), (model, True)):
+        if without_avx512:
+            monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: False)
+            monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+        with pytest.raises(ValueError, match="rocketkv") as refusal:
+            configure(path, OPTIONS, kv_cache_dtype="fp8")
+        sentence = _sentence(refusal.value)
+        assert "--kv-cache-dtype fp8" in sentence
+        assert "use auto" in sentence
+        assert configure(path, OPTIONS).cache_config.cache_dtype == "auto"
+
+
+def test_a_checkpoint_may_ask_for_fp8(tmp_path: Path) -> None:
+    """Under auto vLLM's layers follow the checkpoint; so must the room for parked queries, a fourth of a float32 cache's."""
+    options = {"prompt_budget": 288, "window_size": 160}
+    path = Path(save_llama(tmp_path))
+    configure(str(path), options)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    quantization = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    hf_config = json.loads((path / "config.json").read_text())
+    hf_config["quantization_config"] = quantization | {"kv_cache_scheme": scheme}
+    (path / "config.json").write_text(json.dumps(hf_config))
+    with pytest.raises(ValueError, match="rocketkv") as refusal:
+        configure(str(path), options)
+    assert "window_size 160" in _sentence(refusal.value)
+
+
+# --- the log -----------------------------------------------------------------------------------------------------------
+
+
 def test_what_is_in_effect_is_logged_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("vllm.rocketkv.support")
     records: list[logging.LogRecord] = []
@@ -201,4 +254,11 @@ def test_what_is_in_effect_is_logged_once(model: str, monkeypatch: pytest.Monkey
     configure(model, OPTIONS | {"prompt_budget": 288})
     assert len(records) == 1
     assert "prompt_budget 288" in records[0].getMessage()
-    assert "keeps 2 of 4 blocks and frees 2" in records[0].getMessage()
+    assert f"keeps 2 of 4 blocks and frees 2 ({_freed_mib(2, 2, 4)} MiB)" in records[0].getMessage()
+    configure(model, OPTIONS | {"prompt_budget": 288}, kv_cache_dtype="fp8")
+    assert f"frees 2 ({_freed_mib(2, 2, 1)} MiB)" in records[1].getMessage()
+
+
+def _freed_mib(num_blocks: int, num_layers: int, kv_bytes: int) -> str:
+    """Of 2 KV heads, 128 tokens a block, 32 dimensions of K and V, and min and max of 32 pages in bfloat16."""
+    return f"{num_blocks * num_layers * 2 * 32 * (128 * 2 * kv_bytes + 32 * 2 * 2) / 2**20:.1f}"

@@ -393,16 +393,17 @@ class RocketKVConfig(pydantic.BaseModel):
                 "or start vLLM with a smaller --block-size"
             )
 
-    def check_window_fits(self, block_size: int, num_query_heads_per_kv_head: int) -> None:
+    def check_window_fits(self, block_size: int, num_query_heads_per_kv_head: int, query_to_kv_bytes: int = 1) -> None:
         """Refuse, with a ValueError of one sentence, a window whose queries do not fit into the private blocks.
 
         While a prompt is still chunked, all but the newest query of its window may have to be parked in the K and V bytes of
         its private blocks, of which a request has at least floor(P / B). A query of all heads takes as many bytes as the K and
-        V of ``group / 2`` tokens and is never split over two blocks.
+        V of ``group / 2`` tokens, times ``query_to_kv_bytes``, by which one of its elements is larger than one of the cache (1
+        unless K and V are stored in fp8), and is never split over two blocks.
         """
         if not self.evicts:
             return
-        queries_per_block = 2 * block_size // num_query_heads_per_kv_head
+        queries_per_block = 2 * block_size // (num_query_heads_per_kv_head * query_to_kv_bytes)
         parked, offered = self.window_size - 1, self.min_prompt_budget(block_size) // block_size * queries_per_block
         if parked <= offered:
             return
@@ -411,6 +412,8 @@ class RocketKVConfig(pydantic.BaseModel):
         if queries_per_block:
             least = ceil_div(parked, queries_per_block) * block_size + extra
             way_out = f"raise {option} to at least {least} or lower window_size"
+        if query_to_kv_bytes > 1:
+            way_out += " or use --kv-cache-dtype auto"
         raise ValueError(
             f"rocketkv: window_size {self.window_size} with {num_query_heads_per_kv_head} query heads per KV head "
             f"parks up to {parked} queries, but the private blocks of {option} {getattr(self, option)} hold {offered}: {way_out}"

@@ -15,6 +15,7 @@ from vllm_rocketkv.backend.device import kernels
 from vllm_rocketkv.config import RocketKVConfig
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger("vllm.rocketkv.support")
@@ -58,7 +59,8 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     block_size = vllm_config.cache_config.block_size
     config.check_block_size(block_size)
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    config.check_window_fits(block_size, heads // model.get_num_kv_heads(vllm_config.parallel_config))
+    group = heads // model.get_num_kv_heads(vllm_config.parallel_config)
+    config.check_window_fits(block_size, group, model.dtype.itemsize // _kv_dtype(vllm_config).itemsize)
     _log_effective(vllm_config, config)
 
 
@@ -66,6 +68,7 @@ def _refusals(vllm_config: VllmConfig) -> Iterator[str]:
     yield from _refused_options(vllm_config)
     if vllm_config.model_config is not None:
         yield from _refused_models(vllm_config, vllm_config.model_config)
+        yield from _refused_kv_cache_dtypes(vllm_config, vllm_config.model_config)
 
 
 def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
@@ -93,8 +96,8 @@ def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
         yield "dual batch overlap is not supported, remove --enable-dbo"
     if cache.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill skips the queries that eviction needs, remove the option"
-    if cache.cache_dtype != "auto":
-        yield f"--kv-cache-dtype {cache.cache_dtype} is not supported, use auto"
+    if kernels() == "triton" and cache.cache_dtype != "auto":
+        yield f"--kv-cache-dtype {cache.cache_dtype} is not supported on GPUs yet, use auto"
     if envs.VLLM_BATCH_INVARIANT:
         yield "VLLM_BATCH_INVARIANT is not supported, unset it"
     multiple = 16 if kernels() == "triton" else 32
@@ -123,6 +126,44 @@ def _refused_models(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str
         yield f"models with sliding-window or chunked-attention layers are not supported yet, {_WITHOUT_US}"
 
 
+def _refused_kv_cache_dtypes(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str]:
+    """On CPUs: what vLLM's CPU attention lacks as well, or would store in another type than the option says."""
+    if kernels() == "triton":
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+
+    name, cache = _kv_dtype_name(vllm_config), vllm_config.cache_config
+    if name in ("bfloat16", "float16"):
+        if _kv_dtype(vllm_config) != model.dtype:
+            yield f"--kv-cache-dtype {name} is not the model's {str(model.dtype).removeprefix('torch.')}, use auto or fp8"
+        return
+    choices = CPUAttentionBackend.supported_kv_cache_dtypes
+    if name not in choices:
+        yield f"--kv-cache-dtype {name} is not supported, use one of {', '.join(choices)}"
+    if name != "auto" and cache.kv_cache_dtype_skip_layers:
+        yield "--kv-cache-dtype-skip-layers makes blocks of two sizes, which is not supported, remove the option"
+    try:
+        _get_attn_isa(model.dtype, cache.block_size or 32, model.get_head_size(), name)
+    except NotImplementedError as error:
+        yield f"--kv-cache-dtype {name} cannot be used here, use auto: {str(error).removesuffix('.')}"
+
+
+def _kv_dtype_name(vllm_config: VllmConfig) -> str:
+    """What K and V are stored in, by vLLM's name: ``--kv-cache-dtype``, or fp8 if that is auto and the checkpoint asks for it
+    (vLLM looks there in the worker, when it builds its layers)."""
+    name = str(vllm_config.cache_config.cache_dtype)
+    if name == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None) is not None:
+        return "fp8"
+    return name
+
+
+def _kv_dtype(vllm_config: VllmConfig) -> torch.dtype:
+    """The element type of vLLM's cache tensors: bytes, if K and V are stored in fp8."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    return kv_cache_dtype_str_to_dtype(_kv_dtype_name(vllm_config), vllm_config.model_config)
+
+
 def _head_sizes() -> Sequence[int]:
     if kernels() == "triton":
         from vllm_rocketkv.backend.gpu_backend import HEAD_SIZES
@@ -130,7 +171,8 @@ def _head_sizes() -> Sequence[int]:
         return HEAD_SIZES
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    return list(CPUAttentionBackend.get_supported_head_sizes())
+    # What the kernels keep on their stack has room for 256.
+    return [size for size in CPUAttentionBackend.get_supported_head_sizes() if size <= 256]
 
 
 def _has_other_layer_types(text_config: object) -> bool:
@@ -141,7 +183,6 @@ def _has_other_layer_types(text_config: object) -> bool:
 def _log_effective(vllm_config: VllmConfig, config: RocketKVConfig) -> None:
     if multiprocessing.parent_process() is not None:
         return  # the process that the user started has said it
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from vllm_rocketkv.cache.spec import rocketkv_spec
@@ -152,7 +193,7 @@ def _log_effective(vllm_config: VllmConfig, config: RocketKVConfig) -> None:
             block_size=cache.block_size,
             num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
             head_size=model.get_head_size(),
-            dtype=kv_cache_dtype_str_to_dtype(cache.cache_dtype, model),
+            dtype=_kv_dtype(vllm_config),
         ),
         config,
     )
