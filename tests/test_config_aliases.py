@@ -113,7 +113,10 @@ def test_an_option_given_twice(options: dict[str, Any], text: str) -> None:
         ({"topk": 64, "page_size": "4"}, "'page_size' is '4', but must be an integer from 1 to 256"),
         ({"topk": 64, "preset": []}, "'preset' is [], but must be 'default', 'reference' or 'trtllm'"),
         ({"observation_window": "32"}, "'observation_window' is '32', but must be an integer from 1 to 1024"),
-        ({"kt_cache_dtype": "fp8"}, "'kt_cache_dtype' is 'fp8', but must be 'auto', 'bfloat16' or 'float8_e5m2'"),
+        (
+            {"kt_cache_dtype": "fp8"},
+            "'kt_cache_dtype' is 'fp8', but must be 'auto', 'bfloat16', 'float8_e4m3fn' or 'float8_e5m2'",
+        ),
     ],
 )
 def test_refused_aliases_are_named_as_written(options: dict[str, Any], text: str) -> None:

@@ -125,6 +125,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"policy": "quest"}, {}, "policy"),
     (OPTIONS, {"block_size": 48}, "--block-size"),
     ({"sink_tokens": 4096, "policy": "snapkv"}, {}, "sink_tokens"),
+    (OPTIONS | {"kt_dtype": "float8_e4m3fn"}, {}, "kt_dtype"),
     (OPTIONS, {"kv_cache_dtype": "int8_per_token_head"}, "--kv-cache-dtype"),
     (OPTIONS, {"kv_cache_dtype": "fp8_inc"}, "--kv-cache-dtype"),
     (OPTIONS, {"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype"),

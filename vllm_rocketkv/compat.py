@@ -335,7 +335,9 @@ def keep_stage_1_out_of_graphs() -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def gather_batch_req_state(self: Any, *args: Any, **kwargs: Any) -> Any:
             state, uniform_token_count = original(self, *args, **kwargs)
-            if state is None or not (state.has_prefill and state.decode_graph_eligible and _computes_window(self, state)):
+            if state is None or not (
+                state.has_prefill and state.decode_graph_eligible and _computes_window(self, state)
+            ):
                 return state, uniform_token_count
             return state._replace(decode_graph_eligible=False), None
 

@@ -82,8 +82,8 @@ class RocketKVConfig(pydantic.BaseModel):
     topr: int | None = Field(
         None, ge=1, le=1024, description="Head dimensions that the estimation of stage 2 reads; null: every dimension."
     )
-    kt_dtype: Literal["auto", "bfloat16", "float8_e5m2"] = Field(
-        "auto", description="Element type of the KT table; auto: bfloat16."
+    kt_dtype: Literal["auto", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = Field(
+        "auto", description="Element type of the KT table; auto: bfloat16. float8_e4m3fn is for GPUs."
     )
     window_softmax: Literal["all", "prefix"] = Field(
         "all", description="Keys that the softmax of stage 1 runs over: all, or only those before the window."

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.rocketkv.support")
 
+_KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _WITHOUT_US = "start vLLM without --attention-backend rocketkv"
 
 
@@ -58,6 +59,8 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
         return
     block_size = vllm_config.cache_config.block_size
     config.check_block_size(block_size)
+    if kernels() == "cpu" and config.kt_dtype == "float8_e4m3fn":
+        raise ValueError("rocketkv: option 'kt_dtype' float8_e4m3fn is for GPUs, use float8_e5m2 or bfloat16")
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     group = heads // model.get_num_kv_heads(vllm_config.parallel_config)
     config.check_window_fits(block_size, group, model.dtype.itemsize // _kv_dtype(vllm_config).itemsize)
@@ -96,8 +99,6 @@ def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
         yield "dual batch overlap is not supported, remove --enable-dbo"
     if cache.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill skips the queries that eviction needs, remove the option"
-    if kernels() == "triton" and cache.cache_dtype != "auto":
-        yield f"--kv-cache-dtype {cache.cache_dtype} is not supported on GPUs yet, use auto"
     if envs.VLLM_BATCH_INVARIANT:
         yield "VLLM_BATCH_INVARIANT is not supported, unset it"
     multiple = 16 if kernels() == "triton" else 32
@@ -127,21 +128,20 @@ def _refused_models(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str
 
 
 def _refused_kv_cache_dtypes(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str]:
-    """On CPUs: what vLLM's CPU attention lacks as well, or would store in another type than the option says."""
-    if kernels() == "triton":
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
-
+    """What vLLM's attention on this device lacks as well, or would store in another type than the option says."""
     name, cache = _kv_dtype_name(vllm_config), vllm_config.cache_config
     if name in ("bfloat16", "float16"):
         if _kv_dtype(vllm_config) != model.dtype:
             yield f"--kv-cache-dtype {name} is not the model's {str(model.dtype).removeprefix('torch.')}, use auto or fp8"
         return
-    choices = CPUAttentionBackend.supported_kv_cache_dtypes
-    if name not in choices:
-        yield f"--kv-cache-dtype {name} is not supported, use one of {', '.join(choices)}"
+    if name not in _KV_CACHE_DTYPES:
+        yield f"--kv-cache-dtype {name} is not supported, use one of {', '.join(_KV_CACHE_DTYPES)}"
     if name != "auto" and cache.kv_cache_dtype_skip_layers:
         yield "--kv-cache-dtype-skip-layers makes blocks of two sizes, which is not supported, remove the option"
+    if kernels() == "triton":
+        return
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
     try:
         _get_attn_isa(model.dtype, cache.block_size or 32, model.get_head_size(), name)
     except NotImplementedError as error:

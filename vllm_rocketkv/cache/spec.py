@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _ALIGNMENT_BYTES = 64  # a cache line: no row of the KT table straddles two
-_KT_BYTES_PER_VALUE = {"bfloat16": 2, "float8_e5m2": 1}
+_KT_BYTES_PER_VALUE = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
