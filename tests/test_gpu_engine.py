@@ -53,21 +53,27 @@ def test_preempted_requests_give_the_same_tokens(model: str) -> None:
 # --- CUDA graphs: what can be told without a GPU ----------------------------------------------------------------------
 
 
-def runner_and_state(num_prompt: int, start: int, scheduled: int) -> tuple[Any, Any]:
+def runner_and_state(num_prompt: int, start: int, num_decoded: int = 5) -> tuple[Any, Any]:
     """A batch of one decode and one request that is being prefilled, as model runner V2 has gathered it."""
     from vllm.v1.worker.gpu.model_runner import BatchReqState
 
-    prompt_lens = SimpleNamespace(np=np.array([300, num_prompt]))
+    states = SimpleNamespace(
+        prompt_len=SimpleNamespace(np=np.array([300, num_prompt])),
+        num_computed_tokens_np=np.array([num_decoded, start]),
+    )
+    states.num_computed_tokens_np[0] += 300
     runner = SimpleNamespace(
         vllm_config=SimpleNamespace(
-            additional_config={"rocketkv": OPTIONS}, cache_config=SimpleNamespace(block_size=32)
+            additional_config={"rocketkv": OPTIONS},
+            cache_config=SimpleNamespace(block_size=32),
+            model_config=SimpleNamespace(max_model_len=32768),
         ),
-        req_states=SimpleNamespace(prompt_len=prompt_lens),
+        req_states=states,
     )
     state = BatchReqState(
         req_ids=["decode", "prefill"],
-        num_scheduled_tokens=np.array([1, scheduled]),
-        num_tokens=1 + scheduled,
+        num_scheduled_tokens=np.array([1, 1]),
+        num_tokens=2,
         num_draft_tokens_np=None,
         idx_mapping_np=np.array([0, 1]),
         prefill_len_np=np.array([300, num_prompt]),
@@ -82,22 +88,24 @@ def runner_and_state(num_prompt: int, start: int, scheduled: int) -> tuple[Any, 
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "start", "is_eligible"),
+    ("num_prompt", "start", "num_decoded", "is_eligible"),
     [
-        (129, 128, False),  # the crossing step: stage 1 runs
-        (129, 112, True),  # one token before the window of 16
-        (129, 113, False),  # the window's first token, whose query is parked
-        (64, 63, True),  # within the budget: nothing but a decode
+        (129, 128, 5, False),  # the crossing step: stage 1 runs
+        (129, 112, 5, True),  # one token before the window of 16
+        (129, 113, 5, False),  # the window's first token, whose query is parked
+        (64, 63, 5, True),  # within the budget: nothing but a decode
+        (64, 63, 1500, True),  # 64 kept and 1500 decoded: the fused kernel has room for 2048
+        (64, 63, 2048, False),  # the decode has outgrown it
     ],
 )
-def test_steps_with_stage_1_are_no_decodes_for_cuda_graphs(
-    num_prompt: int, start: int, is_eligible: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_no_cuda_graph_holds_is_no_decode_for_them(
+    num_prompt: int, start: int, num_decoded: int, is_eligible: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    runner, state = runner_and_state(num_prompt, start, 1)
+    runner, state = runner_and_state(num_prompt, start, num_decoded)
     monkeypatch.setattr(GPUModelRunner, "gather_batch_req_state", lambda self, *args: (state, 1))
-    compat.keep_stage_1_out_of_graphs()
+    compat.choose_steps_for_cuda_graphs()
     gathered, uniform_token_count = GPUModelRunner.gather_batch_req_state(runner, None, False)  # type: ignore[arg-type]
     assert gathered is not None
     assert gathered.decode_graph_eligible is is_eligible

@@ -210,7 +210,7 @@ def test_buffers_stay_where_they_are(policy: str, tmp_path: Path) -> None:
 def buffers(batch: Steady) -> dict[str, int]:
     """Address of every tensor that planner, prompt table and the layer's cache hold."""
     planner = batch.world.builder.planner
-    owners = {"planner": planner, "prompts": planner.prompts, "cache": batch.layer.impl._cache}
+    owners = {"planner": planner, "prompts": planner.prompts, "cache": batch.layer.kv_cache._rocketkv}
     tensors = {
         f"{owner}.{name}": value.data_ptr()
         for owner, thing in owners.items()

@@ -276,7 +276,7 @@ def activate_worker_hooks() -> None:
     """Called when the backend class is first imported, that is before any metadata builder of ours exists."""
     give_prompt_lens_to_builders_v1()
     give_prompt_lens_to_builders_v2()
-    keep_stage_1_out_of_graphs()
+    choose_steps_for_cuda_graphs()
     take_back_discarded_samples_on_cpu()
 
 
@@ -324,20 +324,19 @@ def give_prompt_lens_to_builders_v2() -> None:
     _wrap(GPUModelRunner, "prepare_inputs", make)
 
 
-def keep_stage_1_out_of_graphs() -> None:
-    """Model runner V2: a step that computes a part of an observation window is no decode for CUDA graphs.
+def choose_steps_for_cuda_graphs() -> None:
+    """Model runner V2: some decodes are none for CUDA graphs.
 
     vLLM 0.32 replays the decode graph for a prompt's last chunk if that is one token (N = k * chunk + 1); stage 1, which has to
-    run in that step, is in no graph. Can go when a builder can refuse a graph for one batch.
+    run in that step, is in no graph. Neither are the split kernels, which rows need that outgrow the fused one. Can go when a
+    builder can refuse a graph for one batch.
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def gather_batch_req_state(self: Any, *args: Any, **kwargs: Any) -> Any:
             state, uniform_token_count = original(self, *args, **kwargs)
-            if state is None or not (
-                state.has_prefill and state.decode_graph_eligible and _computes_window(self, state)
-            ):
+            if state is None or not state.decode_graph_eligible or not _needs_more_than_the_graph(self, state):
                 return state, uniform_token_count
             return state._replace(decode_graph_eligible=False), None
 
@@ -346,19 +345,26 @@ def keep_stage_1_out_of_graphs() -> None:
     _wrap(GPUModelRunner, "gather_batch_req_state", make)
 
 
-def _computes_window(runner: Any, state: Any) -> bool:
-    """Whether a request of the batch computes prompt tokens that belong to the observation window of a sparse prompt."""
+def _needs_more_than_the_graph(runner: Any, state: Any) -> bool:
+    """Whether a request of the batch, its prompt longer than the budget, computes a token of its observation window or has
+    outgrown the fused decode kernel."""
+    from vllm_rocketkv.backend.limits import fused_capacity
     from vllm_rocketkv.support import config_of
 
     config = config_of(runner.vllm_config)
+    if not config.evicts:
+        return False
     block_size = runner.vllm_config.cache_config.block_size
-    prompt_lens = runner.req_states.prompt_len.np[state.idx_mapping_np].tolist()
-    starts = state.num_computed_prefill_tokens_np.tolist()
-    ends = (state.num_computed_prefill_tokens_np + state.num_scheduled_tokens).tolist()
-    return config.evicts and any(
-        start < N < end + config.window_size and config.is_sparse(N, block_size)
-        for N, start, end in zip(prompt_lens, starts, ends, strict=True)
-    )
+    capacity = fused_capacity(config, runner.vllm_config.model_config.max_model_len, block_size)
+    prompt_lens = runner.req_states.prompt_len.np[state.idx_mapping_np]
+    ends = runner.req_states.num_computed_tokens_np[state.idx_mapping_np] + state.num_scheduled_tokens
+    # An upper bound of what is cached: decoded tokens and all that eviction may keep.
+    kept = config.max_private_blocks(runner.vllm_config.model_config.max_model_len, block_size) * block_size
+    may_be_long = ends - prompt_lens + kept > capacity
+    prefilled = state.num_computed_prefill_tokens_np
+    in_window = (prefilled < prompt_lens) & (prefilled + state.num_scheduled_tokens > prompt_lens - config.window_size)
+    suspects = prompt_lens[may_be_long | in_window]
+    return any(config.is_sparse(N, block_size) for N in suspects.tolist())
 
 
 def prompt_lens(common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:

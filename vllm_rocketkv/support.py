@@ -57,7 +57,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     if model is None:
         return
-    block_size = vllm_config.cache_config.block_size
+    block_size = _block_size(vllm_config)
     config.check_block_size(block_size)
     if kernels() == "cpu" and config.kt_dtype == "float8_e4m3fn":
         raise ValueError("rocketkv: option 'kt_dtype' float8_e4m3fn is for GPUs, use float8_e5m2 or bfloat16")
@@ -129,7 +129,7 @@ def _refused_models(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str
 
 def _refused_kv_cache_dtypes(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str]:
     """What vLLM's attention on this device lacks as well, or would store in another type than the option says."""
-    name, cache = _kv_dtype_name(vllm_config), vllm_config.cache_config
+    name, cache = kv_dtype_name(vllm_config), vllm_config.cache_config
     if name in ("bfloat16", "float16"):
         if _kv_dtype(vllm_config) != model.dtype:
             yield f"--kv-cache-dtype {name} is not the model's {str(model.dtype).removeprefix('torch.')}, use auto or fp8"
@@ -148,7 +148,17 @@ def _refused_kv_cache_dtypes(vllm_config: VllmConfig, model: ModelConfig) -> Ite
         yield f"--kv-cache-dtype {name} cannot be used here, use auto: {str(error).removesuffix('.')}"
 
 
-def _kv_dtype_name(vllm_config: VllmConfig) -> str:
+def _block_size(vllm_config: VllmConfig) -> int:
+    """The block size that vLLM will use. On GPUs it asks the backend, later than this, unless the user has named one."""
+    cache = vllm_config.cache_config
+    if kernels() == "cpu" or cache.user_specified_block_size:
+        return int(cache.block_size)
+    from vllm_rocketkv.backend.gpu_backend import PREFERRED_BLOCK_SIZE
+
+    return max(int(cache.block_size), PREFERRED_BLOCK_SIZE)
+
+
+def kv_dtype_name(vllm_config: VllmConfig) -> str:
     """What K and V are stored in, by vLLM's name: ``--kv-cache-dtype``, or fp8 if that is auto and the checkpoint asks for it
     (vLLM looks there in the worker, when it builds its layers)."""
     name = str(vllm_config.cache_config.cache_dtype)
@@ -161,7 +171,7 @@ def _kv_dtype(vllm_config: VllmConfig) -> torch.dtype:
     """The element type of vLLM's cache tensors: bytes, if K and V are stored in fp8."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
-    return kv_cache_dtype_str_to_dtype(_kv_dtype_name(vllm_config), vllm_config.model_config)
+    return kv_cache_dtype_str_to_dtype(kv_dtype_name(vllm_config), vllm_config.model_config)
 
 
 def _head_sizes() -> Sequence[int]:

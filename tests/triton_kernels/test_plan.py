@@ -88,16 +88,19 @@ def check(
         for c in actual.crossings
     ]
     assert crossings == wanted.crossings
-    check_dense(common, wanted, actual)
-    full_pages = [page for page in wanted.pages if page[2] == config.page_size]
+    check_dense(config, common, requests, wanted, actual)
     touched = [] if actual.touched_pages is None else actual.touched_pages.table.tolist()
-    sparse = {i for i, request in enumerate(requests) if config.is_sparse(request.num_prompt, B)}
-    assert sorted(page for page in touched if page[2]) == sorted(
-        page for page in full_pages if any(page[0] in common.block_table_tensor[index].tolist() for index in sparse)
-    )
+    full_pages = [page for page in wanted.pages if page[2] == config.page_size]
+    assert sorted(page for page in touched if page[2]) == sorted(full_pages)
 
 
-def check_dense(common: CommonAttentionMetadata, wanted: Expected, actual: RocketKVMetadata) -> None:
+def check_dense(
+    config: RocketKVConfig,
+    common: CommonAttentionMetadata,
+    requests: list[Request],
+    wanted: Expected,
+    actual: RocketKVMetadata,
+) -> None:
     """Every natural token is covered, and sees what it should."""
     dense: Any = actual.dense
     if dense is None:
@@ -110,10 +113,13 @@ def check_dense(common: CommonAttentionMetadata, wanted: Expected, actual: Rocke
     starts = dense.query_start_loc_cpu.tolist()
     assert dense.query_start_loc.tolist() == starts
     for index, count, length in wanted.dense_parts:
-        assert starts[index + 1] - starts[index] == count
-        assert int(dense.seq_lens[index]) == length
-        first = int(common.query_start_loc_cpu[index])
-        assert covered[starts[index] : starts[index + 1]] == list(range(first, first + count))
+        first, num_computed = int(common.query_start_loc_cpu[index]), starts[index + 1] - starts[index]
+        assert covered[starts[index] : starts[index + 1]] == list(range(first, first + num_computed))
+        assert num_computed >= count
+        if num_computed > count:  # tokens beyond the prompt, which the rows' kernel will overwrite
+            assert not config.evicts
+        # The last of n queries sees as many keys as there are: each natural token sees itself and what is before it.
+        assert int(dense.seq_lens[index]) == length + num_computed - count
     natural = {index for index, _, _ in wanted.dense_parts}
     if actual.rows is not None:  # others must cost vLLM's kernel nothing
         assert all(int(dense.seq_lens[i]) == 0 for i in range(common.num_reqs) if i not in natural)

@@ -105,9 +105,12 @@ GPU: list[Entry] = [
     Calls("config:get_current_vllm_config", "()", by="dense_backend"),
     Calls("v1.attention.backends.fa_utils:is_flash_attn_varlen_func_available", "()", by="dense_backend"),
     Calls(f"{FLASH}Backend.supports_dtype", "(dtype)", by="dense_backend"),
-    Calls(f"{FLASH}Backend.supports_kv_cache_dtype", "(kv_cache_dtype)", by="dense_backend"),
     Has("config:ModelConfig", ("dtype",), by="dense_backend"),
-    Has("config:CacheConfig", ("cache_dtype",), by="dense_backend"),
+    Says(
+        "model_executor.layers.attention.attention:Attention.forward",
+        "supports_quant_query_input",
+        by="RocketKVGPUImpl: queries stay the model's own",
+    ),
     Exists("config.cache:CacheDType", by="RocketKVGPUBackend"),
     *(
         Says("config.cache:CacheDType", f"'{name}'", by="RocketKVGPUBackend.supported_kv_cache_dtypes")
@@ -213,25 +216,25 @@ GPU: list[Entry] = [
         by="RocketKVGPUMetadataBuilder: metadata is built for every step, never patched",
     ),
     # --- the V2 runner
-    Wraps(f"{RUNNER}:GPUModelRunner.gather_batch_req_state", "(self, ...)", by="keep_stage_1_out_of_graphs"),
+    Wraps(f"{RUNNER}:GPUModelRunner.gather_batch_req_state", "(self, ...)", by="choose_steps_for_cuda_graphs"),
     Says(
         f"{RUNNER}:GPUModelRunner.gather_batch_req_state",
         "return (batch_state, get_uniform_decode_token_count(num_reqs, num_toks, max_query_len, decode_graph_eligible))",
-        by="keep_stage_1_out_of_graphs: a state, or None for dummy runs, and the uniform count",
+        by="choose_steps_for_cuda_graphs: a state, or None for dummy runs, and the uniform count",
     ),
-    Says(f"{RUNNER}:BatchReqState", "class BatchReqState(NamedTuple)", by="keep_stage_1_out_of_graphs"),
+    Says(f"{RUNNER}:BatchReqState", "class BatchReqState(NamedTuple)", by="choose_steps_for_cuda_graphs"),
     Has(
         f"{RUNNER}:BatchReqState",
         (
             "decode_graph_eligible",
-            "has_prefill",
             "idx_mapping_np",
             "num_computed_prefill_tokens_np",
             "num_scheduled_tokens",
         ),
-        by="_computes_window",
+        by="_needs_more_than_the_graph",
     ),
-    Has(f"{RUNNER}:GPUModelRunner", ("req_states", "vllm_config"), by="_computes_window"),
-    Has("config:VllmConfig", ("cache_config",), by="_computes_window"),
-    Has("config:CacheConfig", ("block_size",), by="_computes_window"),
+    Has(f"{RUNNER}:GPUModelRunner", ("req_states", "vllm_config"), by="_needs_more_than_the_graph"),
+    Has("config:VllmConfig", ("cache_config", "model_config"), by="_needs_more_than_the_graph"),
+    Has("config:CacheConfig", ("block_size",), by="_needs_more_than_the_graph"),
+    Has("config:ModelConfig", ("max_model_len",), by="_needs_more_than_the_graph"),
 ]

@@ -117,6 +117,7 @@ START_UP: list[Entry] = [
             "kv_cache_dtype_skip_layers",
             "kv_offloading_size",
             "kv_sharing_fast_prefill",
+            "user_specified_block_size",
         ),
         by="_refused_options",
     ),
@@ -194,7 +195,7 @@ START_UP: list[Entry] = [
     Says(
         "model_executor.layers.attention.attention:Attention.__init__",
         "kv_cache_scheme is not None and kv_cache_dtype == 'auto'",
-        by="_kv_dtype_name: a checkpoint may ask for fp8",
+        by="kv_dtype_name: a checkpoint may ask for fp8",
     ),
     Calls("utils.torch_utils:kv_cache_dtype_str_to_dtype", "(kv_cache_dtype, model_config)", by="_kv_dtype"),
     Calls(

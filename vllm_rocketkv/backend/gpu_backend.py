@@ -10,9 +10,10 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheLayout, is_quantized_kv_cache
 
 from vllm_rocketkv.backend.base import RocketKVBackendBase
+from vllm_rocketkv.support import kv_dtype_name
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -34,13 +35,10 @@ def dense_backend() -> Any:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     config = get_current_vllm_config()
-    theirs = FlashAttentionBackend
-    suits = (
-        is_flash_attn_varlen_func_available()
-        and theirs.supports_dtype(config.model_config.dtype)
-        and theirs.supports_kv_cache_dtype(config.cache_config.cache_dtype)
-    )
-    return theirs if suits else TritonAttentionBackend
+    # FlashAttention reads an fp8 cache with fp8 queries alone, of which stage 1 and our decode would get no others.
+    is_fp8 = is_quantized_kv_cache(kv_dtype_name(config))
+    suits = FlashAttentionBackend.supports_dtype(config.model_config.dtype) and not is_fp8
+    return FlashAttentionBackend if suits and is_flash_attn_varlen_func_available() else TritonAttentionBackend
 
 
 class RocketKVGPUBackend(RocketKVBackendBase, AttentionBackend):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_rocketkv.backend.metadata import Rows, TouchedPages
-from vllm_rocketkv.backend.parking import ParkedQueries
+from vllm_rocketkv.backend.parking import ParkedQueries, alias
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.kernels import cuda
 from vllm_rocketkv.kernels.options import DecodeOptions
@@ -52,7 +52,7 @@ class GPUPagedCache(ParkedQueries):
         super().__init__(kv_cache, spec, query_dtype, num_query_heads)
         page_size = spec.config.page_size if spec.config.selects else 0
         kt_dtype = KT_DTYPES[spec.config.resolved_kt_dtype]
-        self.view = cache_view(kv_cache, kv_dtype, kt_dtype, spec.kt_offset_bytes, page_size, *scales)
+        self.view = cache_view(alias(kv_cache), kv_dtype, kt_dtype, spec.kt_offset_bytes, page_size, *scales)
         self.workspaces = workspaces
 
     def keep_tokens(
@@ -108,7 +108,8 @@ class GPUPagedCache(ParkedQueries):
         fused, split = self.workspaces.fused, self.workspaces.split
         for table in rows.table.split(fused.max_rows):
             decode(query, self.view, output, table, rows.block_table, options, fused)
-        if split is None:
+        # With eviction, rows grow long by decoding alone, and a CUDA graph holds no split kernels: see ``compat``.
+        if split is None or (is_private and rows.max_num_tokens <= fused.capacity_tokens):
             return
         for table in rows.table.split(split.max_rows):
             decode_split(

@@ -13,15 +13,13 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_rocketkv.backend.gpu_cache import GPUPagedCache, Workspaces
 from vllm_rocketkv.backend.impl import RocketKVImplBase
+from vllm_rocketkv.backend.limits import fused_capacity
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace
 from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace, workspace_bytes
-from vllm_rocketkv.kernels.triton.launch import padded
+from vllm_rocketkv.kernels.triton.top_tokens import CHUNK
 
-FUSED_TOKENS = 8192
-"""Most cached tokens that one program can hold the scores of in registers."""
-DECODED_TOKENS = 1024
 NUM_SPLITS = 16
 """Programs that share the attention of one row and KV head in the split kernels."""
 SPLIT_BYTES = 512 << 20
@@ -39,6 +37,7 @@ class RocketKVGPUImpl(RocketKVImplBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.supports_quant_query_input = False  # stage 1 and the decode kernels read the model's own queries
         # Here, while the model is loaded, so that vLLM's memory profile counts it.
         device = torch.empty(0).device
         heads = (self.num_heads, self.num_kv_heads, self.head_size)
@@ -52,7 +51,27 @@ class RocketKVGPUImpl(RocketKVImplBase):
         is_fp8 = is_quantized_kv_cache(self.kv_cache_dtype)
         kv_dtype = FP8_DTYPES[self.kv_cache_dtype] if is_fp8 else kv_cache.dtype
         scales = (layer._k_scale_float, layer._v_scale_float) if is_fp8 else (1.0, 1.0)
-        return GPUPagedCache(kv_cache, kv_dtype, spec, query_dtype, self.num_heads, scales, self.workspaces)
+        paged = GPUPagedCache(kv_cache, kv_dtype, spec, query_dtype, self.num_heads, scales, self.workspaces)
+        if self.eviction is not None:
+            self._compile_stage_1(paged, query_dtype, kv_cache.device)
+        return paged
+
+    def _compile_stage_1(self, paged: GPUPagedCache, query_dtype: torch.dtype, device: torch.device) -> None:
+        """Run stage 1 once on the null block, whose contents mean nothing: vLLM's warm-up has no prompts beyond the budget, and
+        compiling in the first such request would hold up all others. Later layers find it compiled."""
+        assert self.eviction is not None
+        config, block_size = self.config, paged.view.block_size
+        shape = (config.window_size, self.num_heads, self.head_size)
+        kind = (shape, query_dtype, paged.view.kv_kind, paged.view.kt_kind, device)
+        if device.type == "cpu" or kind in _compiled or torch.cuda.is_current_stream_capturing():
+            return
+        _compiled.add(kind)
+        query = torch.zeros(shape, dtype=query_dtype, device=device)
+        for num_tokens in (CHUNK // 2, 2 * CHUNK):  # top-k takes one launch or several
+            num_kept = config.window_size + block_size
+            null = torch.zeros(num_tokens // block_size + 1, dtype=torch.int32, device=device)
+            kept = self.eviction.keep(query, paged, null, num_tokens, num_kept, self.scale, self.logits_soft_cap or 0.0)  # type: ignore[arg-type]
+            paged.compact(null, null, kept)
 
 
 @cache
@@ -61,6 +80,7 @@ def implementation(dense_backend: Any) -> type[Any]:
     return type("RocketKVGPUImpl", (RocketKVGPUImpl, dense_backend.get_impl_cls()), {})
 
 
+_compiled: set[Any] = set()
 _workspaces: dict[Any, Workspaces] = {}
 
 
@@ -74,7 +94,7 @@ def shared_workspaces(
     max_tokens, block_size = vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size
     key = (config, heads, device, max_rows, max_tokens, block_size)
     if key not in _workspaces:
-        fused_tokens = min(max_tokens, fused_capacity(config, max_tokens, block_size))
+        fused_tokens = fused_capacity(config, max_tokens, block_size)
         page_size = config.page_size if config.selects else 0
         fused = DecodeWorkspace.allocate(max_rows, *heads, fused_tokens, page_size, device)
         split = None
@@ -84,12 +104,3 @@ def shared_workspaces(
             split = SplitWorkspace(rows, *heads, max_tokens, page_size, NUM_SPLITS, device)
         _workspaces[key] = Workspaces(fused, split)
     return _workspaces[key]
-
-
-def fused_capacity(config: RocketKVConfig, max_model_len: int, block_size: int) -> int:
-    """Cached tokens that one program has registers for: what eviction keeps and ``DECODED_TOKENS`` more, if that is possible.
-
-    Longer rows go to the split kernels: a program pays for its capacity, however short its row is.
-    """
-    kept = config.max_private_blocks(max_model_len, block_size) * block_size if config.evicts else max_model_len
-    return min(FUSED_TOKENS, padded(kept + DECODED_TOKENS))

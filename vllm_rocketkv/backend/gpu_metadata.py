@@ -8,7 +8,7 @@ A step is one of two kinds:
   and vLLM's dense attention covers the whole batch, with length 0 where a request has nothing natural. So shapes and launches
   follow from the size of the batch alone, and all that changes lies in buffers that stay where they are.
 - anything else: only what there is to do. Stage 1 is among it, so it never runs inside a graph
-  (``compat.keep_stage_1_out_of_graphs``).
+  (``compat.choose_steps_for_cuda_graphs``).
 """
 
 from __future__ import annotations
@@ -60,10 +60,21 @@ class Step:
         self.natural_blocks = -(-self.prompt_lens // prompts.block_size) if evicts else np.zeros_like(self.prompt_lens)
         self.dropped_tokens = self.dropped_blocks * prompts.block_size if evicts else self.natural_blocks
 
-    def dense_lens(self) -> Array:
-        """Most tokens that the dense attention of a request may see."""
-        straddles = (self.num_natural > 0) & (self.num_natural < self.query_lens)
-        return np.where(self.num_natural == 0, 0, np.where(straddles, self.prompt_lens, EVERYTHING))
+    @property
+    def straddles(self) -> NDArray[np.bool_]:
+        """Requests with natural tokens and rows."""
+        return (self.num_natural > 0) & (self.num_natural < self.query_lens)
+
+    def dense_lens(self, evicts: bool) -> Array:
+        """Most tokens that the dense attention of a request may see: without eviction it may compute rows as well, which the
+        decode kernel overwrites; with it, what lies beyond the prompt is not in the blocks that it reads."""
+        limits = np.where(self.straddles & evicts, self.prompt_lens, EVERYTHING)
+        return np.where(self.num_natural == 0, 0, limits)
+
+    def max_row_tokens(self) -> int:
+        """Most cached tokens that a row can have; 0 without rows."""
+        tokens = self.first_positions + self.query_lens - self.dropped_tokens
+        return int(tokens.max(initial=0, where=self.num_natural < self.query_lens))
 
     def row_table(self, every_token: bool, evicts: bool, num_tokens: int) -> NDArray[np.int32]:
         """``Rows.table`` with tokens to subtract from the request's length in place of num_tokens: of rows alone, or a row for
@@ -89,7 +100,7 @@ class Step:
         request: Array = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
         less = self.starts[request + 1] - np.arange(len(request))
         table: NDArray[np.int32] = np.full((num_tokens, 2), -1, dtype=np.int32)
-        table[: len(request)] = np.stack([np.where(self.is_sparse[request], request, -1), less], axis=1)
+        table[: len(request)] = np.stack([np.where(self.prompt_lens[request] > 0, request, -1), less], axis=1)
         return table
 
     def window_requests(self, window_size: int) -> list[int]:
@@ -174,7 +185,7 @@ class RocketKVGPUMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
             end = start + int(step.query_lens[index])
             row = common.block_table_tensor[index]
             add_window(metadata, layout, self.config.window_size, row, int(step.starts[index]), start, end)
-        if len(self.touched) and (is_uniform or step.is_sparse.any()):
+        if len(self.touched):  # of short prompts as well, whose blocks a longer one may find in the prefix cache
             metadata.touched_pages = self._touched(common, step)
         return metadata
 
@@ -191,7 +202,7 @@ class RocketKVGPUMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         finish_rows(rows, common.seq_lens, slots, evicts)
         has_later = bool((step.query_lens > 1).any())
         metadata = RocketKVMetadata(self.spec, slots, None)
-        metadata.rows = Rows(rows, common.block_table_tensor, has_later, common.max_seq_len)
+        metadata.rows = Rows(rows, common.block_table_tensor, has_later, step.max_row_tokens())
         if is_uniform or step.num_natural.any():
             self._dense(metadata, common, step, build_dense, is_uniform)
         return metadata
@@ -207,11 +218,11 @@ class RocketKVGPUMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         """The natural tokens, for vLLM's dense attention."""
         num_reqs = common.num_reqs
         limits = np.zeros(num_reqs, dtype=np.int32)
-        limits[: len(step.query_lens)] = step.dense_lens()
+        evicts = self.config is not None and self.config.evicts
+        limits[: len(step.query_lens)] = step.dense_lens(evicts)
         dense_lens = async_tensor_h2d(limits, out=self.dense_lens[:num_reqs])
         seq_lens = torch.minimum(common.seq_lens[:num_reqs], dense_lens, out=self.dense_seq_lens[:num_reqs])
-        straddles = (step.num_natural > 0) & (step.num_natural < step.query_lens)
-        if is_uniform or not straddles.any():
+        if is_uniform or not evicts or not step.straddles.any():
             metadata.dense = build_dense(common.replace(seq_lens=seq_lens))
             return
         # A resumed request computes the end of its prompt and outputs beyond it: its dense part must end where its prompt does.

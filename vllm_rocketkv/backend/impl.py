@@ -40,8 +40,6 @@ class RocketKVImplBase:
         self.eviction = eviction(self.config) if eviction else None
         selection = SELECTION_POLICIES[self.config.selection]
         self.decode_options = selection(self.config).decode_options(self.scale, self.logits_soft_cap or 0.0)
-        self._cache: PagedCache | None = None
-        self._cache_of = 0
 
     def _wrap(self, layer: Any, kv_cache: torch.Tensor, query_dtype: torch.dtype, spec: RocketKVSpec) -> PagedCache:
         """The device's view of this layer's cache."""
@@ -62,8 +60,8 @@ class RocketKVImplBase:
         """``query`` ``[num_tokens, num_heads, head_size]``; ``key`` and ``value`` ``[num_tokens, num_kv_heads, head_size]``;
         ``kv_cache`` ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; writes and returns ``output``."""
         metadata = attn_metadata
-        if metadata is None:  # warm-up
-            return output
+        if metadata is None:  # a profiling run
+            return output.fill_(0)
         # A layer that shares another's cache finds everything but its own queries done by that layer.
         if self.kv_sharing_target_layer_name is None:
             self._write_and_evict(layer, query, key, value, kv_cache, metadata)
@@ -85,12 +83,14 @@ class RocketKVImplBase:
         return output
 
     def _paged(self, layer: Any, kv_cache: torch.Tensor, query: torch.Tensor, metadata: RocketKVMetadata) -> PagedCache:
-        """This layer's cache, wrapped once; vLLM may bind another tensor after a profiling run."""
-        if self._cache is None or self._cache_of != kv_cache.data_ptr():
+        """This layer's cache, wrapped once. The wrapper is kept by the tensor and goes with it: vLLM profiles with a cache that
+        it throws away, and whoever held a view of that would hold its memory."""
+        wrapped: PagedCache | None = getattr(kv_cache, "_rocketkv", None)
+        if wrapped is None:
             assert metadata.spec is not None
-            self._cache = self._wrap(layer, kv_cache, query.dtype, metadata.spec)
-            self._cache_of = kv_cache.data_ptr()
-        return self._cache
+            wrapped = self._wrap(layer, kv_cache, query.dtype, metadata.spec)
+            kv_cache._rocketkv = wrapped  # type: ignore[attr-defined]
+        return wrapped
 
     def _write_and_evict(
         self,

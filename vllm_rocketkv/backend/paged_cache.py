@@ -10,7 +10,7 @@ import torch
 from vllm import _custom_ops as vllm_ops
 
 from vllm_rocketkv.backend.metadata import Rows, TouchedPages
-from vllm_rocketkv.backend.parking import ParkedQueries
+from vllm_rocketkv.backend.parking import ParkedQueries, alias
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.kernels.cpu import TYPES, ops
 from vllm_rocketkv.kernels.options import DecodeOptions
@@ -98,7 +98,7 @@ class PagedCache(ParkedQueries):
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         super().__init__(kv_cache, spec, query_dtype, num_query_heads)
-        self.kv_cache = kv_cache
+        self.kv_cache = alias(kv_cache)
         self.num_blocks, self.num_kv_heads, self.block_size, _ = kv_cache.shape
         layout = probe_block_layout(isa, query_dtype, self.block_size, self.head_size, kv_cache_dtype)
         self.native_layout = layout.packed()

@@ -32,9 +32,16 @@ class ParkedQueries:
         return self.rows[blocks[index // rows], index % rows].unflatten(1, (-1, self.head_size))
 
 
+def alias(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The same elements as a tensor that does not refer to ``kv_cache`` itself, which keeps what is made of it: a circle would
+    keep a cache alive that vLLM has thrown away."""
+    storage = torch.empty(0, dtype=kv_cache.dtype, device=kv_cache.device)
+    return storage.set_(kv_cache.untyped_storage(), kv_cache.storage_offset(), kv_cache.shape, kv_cache.stride())
+
+
 def _byte_view(kv_cache: torch.Tensor) -> torch.Tensor:
     """The layer's pages as bytes ``[num_blocks, page bytes]``, including what lies behind K and V."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(kv_cache.untyped_storage())
+    raw = torch.empty(0, dtype=torch.uint8, device=kv_cache.device).set_(kv_cache.untyped_storage())
     size = kv_cache.element_size()
     page_bytes = kv_cache.stride(0) * size
     return raw.as_strided((kv_cache.shape[0], page_bytes), (page_bytes, 1), kv_cache.storage_offset() * size)

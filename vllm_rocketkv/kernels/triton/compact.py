@@ -38,7 +38,7 @@ def store_bounds(kt, place, dims, mask, low, high, PAGES_PER_BLOCK: tl.constexpr
     tl.store(at + PAGES_PER_BLOCK, encode_bound(high, True, KT_KIND).to(kt.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kept"])
 def _compact(
     kv,  # [num_blocks, Hkv, BLOCK, 2 * D] codes, blocks, heads and tokens at the strides below
     kt,  # [num_blocks, Hkv, D, 2, BLOCK / PAGE] codes, contiguous within a block
