@@ -50,6 +50,18 @@ def test_preempted_requests_give_the_same_tokens(model: str) -> None:
     assert gpu["freed"]
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+def test_fp8_cache_read_by_our_kernels_is_the_one_vllm_wrote(model: str) -> None:
+    """Selecting every token gives plain attention's tokens, on an fp8 cache that vLLM's Triton attention writes. (The CPU's own
+    fp8 attention rounds elsewhere, so its tokens are no oracle.)"""
+    options = OPTIONS | {"topk_tokens": 512}
+    fp8 = {"kernels": "triton", "kv_cache_dtype": "fp8", "lengths": (300, 129)}
+    ours = run_engine(model, options | {"policy": "hsa"}, use_v2=True, **fp8)
+    theirs = run_engine(model, options | {"policy": "full"}, use_v2=True, **fp8)
+    assert ours["tokens"] == theirs["tokens"]
+
+
 # --- CUDA graphs: what can be told without a GPU ----------------------------------------------------------------------
 
 

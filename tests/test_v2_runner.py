@@ -40,7 +40,7 @@ def run_engine(
     command = [sys.executable, str(HARNESS / "engine.py"), model, json.dumps({"rocketkv": rocketkv} | options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert results, done.stdout[-3000:] + done.stderr[-3000:]
+    assert results, done.stdout[-9000:] + done.stderr[-3000:]
     return dict(json.loads(results[0].removeprefix("RESULT ")))
 
 

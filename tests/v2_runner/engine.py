@@ -15,6 +15,13 @@ def runner_of(worker: Any) -> str:
     return type(worker.model_runner).__module__
 
 
+def allow_fp8(worker: Any) -> None:
+    """vLLM's Triton attention asks the device whether it has fp8 conversions; the interpreter has."""
+    from vllm.v1.attention.ops import triton_reshape_and_cache_flash as ops
+
+    ops._is_supported_kv_cache_dtype = lambda kv_cache_dtype: True
+
+
 def main(model: str, rocketkv: dict[str, Any], lengths: tuple[int, ...] = PROMPT_LENGTHS, **options: Any) -> None:
     defaults: dict[str, Any] = {
         "max_model_len": 512,
@@ -32,6 +39,8 @@ def main(model: str, rocketkv: dict[str, Any], lengths: tuple[int, ...] = PROMPT
         additional_config={"rocketkv": rocketkv},
         **(defaults | options),
     )
+    if "kv_cache_dtype" in options:
+        llm.collective_rpc(allow_fp8)
     prompts = [[(7 * i + i * i * seed) % 997 for i in range(n)] for seed, n in enumerate(lengths)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
