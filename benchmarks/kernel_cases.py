@@ -37,6 +37,25 @@ def scattered(num_blocks: int) -> torch.Tensor:
     return torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
 
 
+def read_case(run_bytes: int, total_bytes: int = 3 << 20) -> Case:
+    """As many bytes as a fused decode step of batch 8 reads, by torch, into a target that stays in the cache: what the machine
+    gives to runs of that length in random order, whatever is computed with them."""
+    runs = total_bytes // run_bytes
+    copies = copies_for(total_bytes)
+    source = torch.ones(copies * runs, run_bytes // 2, dtype=torch.bfloat16)
+    order = scattered(copies * runs).view(copies, runs).long()
+    target = torch.empty(runs, run_bytes // 2, dtype=torch.bfloat16)
+
+    def call(copy: int) -> None:
+        torch.index_select(source, 0, order[copy], out=target)
+
+    return Case(call, copies, total_bytes)
+
+
+for _run_bytes in (1 << 10, 16 << 10, 256 << 10):  # a page's keys and values are 1 KiB
+    kernel(f"read 3 MiB in runs of {_run_bytes >> 10} KiB")(lambda run_bytes=_run_bytes: read_case(run_bytes))  # type: ignore[misc]
+
+
 def decode_case(length: int, batch: int, topk: int) -> Case:
     """The decode op for ``batch`` requests of ``length`` private tokens; ``topk`` >= ``length`` reads all of them."""
     blocks_each = ceil_div(length, BLOCK)

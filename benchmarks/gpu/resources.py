@@ -162,7 +162,7 @@ def compile_for(case: Any, architecture: int) -> Any:
         if kind.startswith("*") or (kind.startswith("i") and "stride" in name.lower())
     }
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants), attrs=attributes)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.maxnreg}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 

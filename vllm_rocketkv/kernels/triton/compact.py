@@ -20,10 +20,8 @@ import triton
 import triton.language as tl
 
 from vllm_rocketkv.kernels.triton.cache import CacheView
-from vllm_rocketkv.kernels.triton.launch import CompileCase, padded
+from vllm_rocketkv.kernels.triton.launch import NUM_STAGES, CompileCase, padded
 from vllm_rocketkv.kernels.triton.numbers import decode_number, encode_bound
-
-NUM_WARPS = 4
 
 
 @triton.jit
@@ -110,6 +108,13 @@ def _constants(head_size: int, block_size: int, page_size: int, kv_kind: int, kt
     }
 
 
+def _launch_options(page_size: int) -> dict[str, Any]:
+    """Pages of a token or two have about as many bounds as there are keys: more warps share them, and threads may take all the
+    registers that they want (left alone, the assembler saves too many and spills)."""
+    is_small = 0 < page_size <= 2
+    return {"num_warps": 8 if is_small else 4, "num_stages": NUM_STAGES, "maxnreg": 255 if is_small else None}
+
+
 def compact(cache: CacheView, prompt_blocks: torch.Tensor, private_blocks: torch.Tensor, kept: torch.Tensor) -> None:
     """Copy each KV head's kept tokens to positions 0 .. num_kept - 1 of the private blocks, with the KT entries of full pages.
 
@@ -138,7 +143,7 @@ def compact(cache: CacheView, prompt_blocks: torch.Tensor, private_blocks: torch
         cache.kv.stride(2),
         cache.kt.stride(0),
         **constants,
-        num_warps=NUM_WARPS,
+        **_launch_options(cache.page_size),
     )
 
 
@@ -164,5 +169,5 @@ def compile_cases() -> Iterator[CompileCase]:
                             "kt_block_stride": "i32",
                         },
                         _constants(head_size, 64, page_size, kv_kind, kt_kind),
-                        NUM_WARPS,
+                        **_launch_options(page_size),
                     )

@@ -24,7 +24,7 @@ workspace, which stay in cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,7 +36,7 @@ import triton.language as tl
 from vllm_rocketkv.kernels.options import DecodeOptions
 from vllm_rocketkv.kernels.triton.cache import CacheView
 from vllm_rocketkv.kernels.triton.estimate import add_softmax, list_tokens, page_logits, prepare_estimate
-from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, CompileCase, dot, padded
+from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, NUM_STAGES, CompileCase, dot, padded
 from vllm_rocketkv.kernels.triton.numbers import CODES, KINDS, decode_number
 from vllm_rocketkv.kernels.triton.select import choose_tokens, forced_bounds
 
@@ -291,6 +291,25 @@ def num_warps(pages: int, head_size: int) -> int:
     return 16 if pages > 512 or head_size > 128 else 4
 
 
+def launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Warps, stages, and most registers of a thread.
+
+    Left alone, the assembler often rounds registers down to where one more program fits on a multiprocessor, and spills a few. A
+    stated maximum is taken for the aim instead: the register file's share of 4, 3 or 2 programs of 4 warps, or of 1 of 16. Where
+    none is stated it finds room without spilling: threads with 32 logits or more, and wide heads that fit twice.
+    """
+    pages, dim = constants["NUM_PAGES"], constants["D_PAD"]
+    warps = num_warps(pages, constants["D"])
+    logits = constants["HEADS"] * pages // (32 * warps)  # of a thread
+    as_stored = constants["KV_KIND"] in (1, 2) and constants["DOT_TYPE"] is not tl.float32  # nothing to decode
+    most: int | None
+    if warps == 4:
+        most = (128 if logits < 32 else 168) if dim <= 64 else 168 if as_stored else 255
+    else:
+        most = None if logits >= 32 or (dim > 128 and pages <= 1024 and as_stored) else 128
+    return {"num_warps": warps, "num_stages": NUM_STAGES, "maxnreg": most}
+
+
 def decode(
     query: torch.Tensor,
     cache: CacheView,
@@ -349,8 +368,7 @@ def decode(
         options.sink_tokens,
         options.recent_tokens,
         **constants,
-        num_warps=num_warps(constants["NUM_PAGES"], cache.head_size),
-        num_stages=2,
+        **launch_options(constants),
     )
 
 
@@ -370,9 +388,12 @@ def compile_cases() -> Iterator[CompileCase]:
                             torch.bfloat16, group, head_size, 128, 4, capacity, kv_kind, kt_kind, options
                         )
                         codes = f"D{head_size}-G{group}-kv{kv_kind}-kt{kt_kind}-{capacity}"
-                        warps = num_warps(constants["NUM_PAGES"], head_size)
                         yield CompileCase(
-                            f"decode-{codes}", decode_kernel, _signature(kv_kind, kt_kind), constants, warps
+                            f"decode-{codes}",
+                            decode_kernel,
+                            _signature(kv_kind, kt_kind),
+                            constants,
+                            **launch_options(constants),
                         )
 
 

@@ -28,7 +28,7 @@ import torch
 from vllm_rocketkv.kernels.options import DecodeOptions
 from vllm_rocketkv.kernels.triton.cache import CacheView
 from vllm_rocketkv.kernels.triton.combine import attend_kernel, combine_kernel
-from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, CompileCase, padded
+from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, NUM_STAGES, CompileCase, padded
 from vllm_rocketkv.kernels.triton.numbers import CODES, KINDS
 from vllm_rocketkv.kernels.triton.split_estimate import estimate_kernel
 from vllm_rocketkv.kernels.triton.split_select import BINS, digit_kernel, gather_kernel, score_kernel
@@ -257,7 +257,7 @@ def decode_split(
     def launch(kernel: Any, grid: tuple[int, ...], **others: int) -> None:
         constants = config.constants(kernel) | others
         given = {name: arguments[name] for name in kernel.arg_names if name not in constants}
-        kernel[grid](**given, **constants, num_warps=config.num_warps(kernel))
+        kernel[grid](**given, **constants, num_warps=config.num_warps(kernel), num_stages=NUM_STAGES)
 
     if cache.page_size and options.dense_below < workspace.capacity_tokens:
         launch(estimate_kernel, grid)

@@ -26,6 +26,10 @@ def dot(a, b, INTERPRETED: tl.constexpr):
         return tl.dot(a, b, input_precision="ieee")
 
 
+NUM_STAGES = 2
+"""Stages of the pipelines that loops become, in every launch (Triton's own default is another)."""
+
+
 def padded(extent: int, least: int = 1) -> int:
     """The power of two that a block of ``extent`` elements is padded to."""
     return max(least, triton.next_power_of_2(extent))
@@ -43,5 +47,7 @@ class CompileCase:
     constants: Mapping[str, Any]
     """Values of the ``tl.constexpr`` arguments."""
     num_warps: int
-    num_stages: int = 2
+    num_stages: int = NUM_STAGES
+    maxnreg: int | None = None
+    """Most registers of a thread; None: as the assembler likes."""
     compute_capabilities: tuple[int, ...] = (80, 90, 100)

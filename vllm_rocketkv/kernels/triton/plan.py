@@ -7,9 +7,17 @@ scheduling it does not know how many draft tokens were accepted, that is the len
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
+
+from vllm_rocketkv.kernels.triton.launch import NUM_STAGES, CompileCase
+
+BLOCK = 128
+"""Rows or tokens of a program."""
+NUM_WARPS = 4
 
 
 @triton.jit
@@ -64,7 +72,9 @@ def finish_rows(rows: torch.Tensor, seq_lens: torch.Tensor, natural_slots: torch
     """Complete ``rows`` int32 ``[R, 6]`` in place from ``seq_lens`` int32 ``[num_reqs]``: see ``finish_rows_kernel``."""
     num_rows = rows.shape[0]
     if num_rows:
-        finish_rows_kernel[(triton.cdiv(num_rows, 128),)](rows, seq_lens, natural_slots, num_rows, is_private, 128)
+        finish_rows_kernel[(triton.cdiv(num_rows, BLOCK),)](
+            rows, seq_lens, natural_slots, num_rows, is_private, BLOCK, num_warps=NUM_WARPS, num_stages=NUM_STAGES
+        )
 
 
 def find_touched_pages(
@@ -78,6 +88,29 @@ def find_touched_pages(
     """Fill ``touched`` int32 ``[T, 3]`` for ``tokens`` int32 ``[T, 2]``: see ``touched_pages_kernel``."""
     num_tokens = tokens.shape[0]
     if num_tokens:
-        touched_pages_kernel[(triton.cdiv(num_tokens, 128),)](
-            tokens, seq_lens, block_table, touched, num_tokens, block_table.stride(0), block_size, page_size, 128
+        touched_pages_kernel[(triton.cdiv(num_tokens, BLOCK),)](
+            tokens,
+            seq_lens,
+            block_table,
+            touched,
+            num_tokens,
+            block_table.stride(0),
+            block_size,
+            page_size,
+            BLOCK,
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
         )
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Rows of either kind, and pages of every size that a block of 64 tokens holds."""
+    signature = {"rows": "*i32", "seq_lens": "*i32", "natural_slots": "*i64", "num_rows": "i32"}
+    for is_private in (False, True):
+        constants = {"IS_PRIVATE": is_private, "BLOCK": BLOCK}
+        yield CompileCase(f"finish_rows private={is_private}", finish_rows_kernel, signature, constants, NUM_WARPS)
+    signature = dict.fromkeys(("tokens", "seq_lens", "block_table", "touched"), "*i32")
+    signature |= {"num_tokens": "i32", "table_stride": "i32"}
+    for page_size in (1, 4, 16, 64):
+        constants = {"block_size": 64, "page_size": page_size, "BLOCK": BLOCK}
+        yield CompileCase(f"touched_pages page={page_size}", touched_pages_kernel, signature, constants, NUM_WARPS)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from vllm_rocketkv.kernels.triton.cache import CacheView
-from vllm_rocketkv.kernels.triton.launch import CompileCase
+from vllm_rocketkv.kernels.triton.launch import NUM_STAGES, CompileCase
 from vllm_rocketkv.kernels.triton.top_tokens import top_tokens
 from vllm_rocketkv.kernels.triton.window_scores import window_scores
 
@@ -67,7 +67,7 @@ def pool_scores(scores: torch.Tensor, kernel_size: int, sink_tokens: int = 0) ->
     if ranks.numel():
         grid = (triton.cdiv(num_tokens, _CONSTANTS["BLOCK"]), Hkv)
         half = min(kernel_size // 2, num_tokens - 1)
-        _pool[grid](scores, ranks, num_tokens, half, sink_tokens, **_CONSTANTS, num_warps=_WARPS)
+        _pool[grid](scores, ranks, num_tokens, half, sink_tokens, **_CONSTANTS, num_warps=_WARPS, num_stages=NUM_STAGES)
     return ranks
 
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_rocketkv.kernels.triton.launch import CompileCase
+from vllm_rocketkv.kernels.triton.launch import NUM_STAGES, CompileCase
 
 DIGITS = tl.constexpr(4)
 BINS = tl.constexpr(256)
@@ -194,7 +194,7 @@ def top_tokens(keys: torch.Tensor, num_best: int, num_last: int = 0) -> torch.Te
     out = torch.empty(Hkv, num_best + num_last, dtype=torch.int32, device=keys.device)
     if out.numel() == 0:
         return out
-    options: dict[str, Any] = {**_CONSTANTS, "num_warps": _WARPS}
+    options: dict[str, Any] = {**_CONSTANTS, "num_warps": _WARPS, "num_stages": NUM_STAGES}
     if num_keys <= CHUNK:
         _choose[(Hkv,)](keys, out, num_keys, num_best, num_last, **options)
         return out

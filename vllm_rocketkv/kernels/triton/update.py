@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vllm_rocketkv.kernels.triton.cache import CacheView
 from vllm_rocketkv.kernels.triton.compact import store_bounds
-from vllm_rocketkv.kernels.triton.launch import CompileCase, padded
+from vllm_rocketkv.kernels.triton.launch import NUM_STAGES, CompileCase, padded
 from vllm_rocketkv.kernels.triton.numbers import KINDS, as_codes, decode_number
 
 
@@ -266,6 +266,7 @@ def write_rows(
         **_constants(cache.head_size, cache.block_size, cache.page_size, cache.kv_kind, cache.kt_kind),
         MODEL_KIND=KINDS[key.dtype],
         num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
 
 
@@ -292,6 +293,7 @@ def summarise_pages(cache: CacheView, table: torch.Tensor) -> None:
         cache.kt.stride(0),
         **_constants(cache.head_size, cache.block_size, cache.page_size, cache.kv_kind, cache.kt_kind),
         num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
 
 

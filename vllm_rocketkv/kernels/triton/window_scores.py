@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from vllm_rocketkv.kernels.triton.cache import CacheView
-from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, CompileCase, dot, padded
+from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, NUM_STAGES, CompileCase, dot, padded
 from vllm_rocketkv.kernels.triton.numbers import CODES, KINDS, as_codes, decode_number
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -333,12 +333,14 @@ def window_scores(
     norms = scores.new_empty(Hkv, 2, row_tiles * constants["ROWS"])
     _row_statistics[(splits, row_tiles, Hkv)](
         query, cache.kv, prompt_blocks, statistics, prefix, scored, split_tiles * keys, factor, cap,
-        **constants, OVER_ALL=softmax_over_all, num_warps=_WARPS, num_stages=2,
+        **constants, OVER_ALL=softmax_over_all, num_warps=_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
-    _row_norms[(row_tiles, Hkv)](statistics, norms, splits, ROWS=constants["ROWS"], num_warps=_WARPS)
+    _row_norms[(row_tiles, Hkv)](
+        statistics, norms, splits, ROWS=constants["ROWS"], num_warps=_WARPS, num_stages=NUM_STAGES
+    )
     _summed_weights[(triton.cdiv(prefix, keys), Hkv)](
         query, cache.kv, prompt_blocks, norms, scores, prefix, factor, cap,
-        **constants, num_warps=_WARPS, num_stages=2,
+        **constants, num_warps=_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return scores
 
