@@ -17,12 +17,12 @@ entries. A run that fills whole sectors (pages of 4: blocks of 128 tokens in fp8
 share sectors with the other kind, which then comes along unused: twice the KT bytes, another 64 KB in the example; below half a
 sector, with other dimensions as well, so that ``topr`` saves less than its share. A selected token is 2 * D * sizeof(KV)
 contiguous bytes, and so whole sectors. Groups of more than 8 query heads read the KT table once for each 8 (all but once
-from the second-level cache). Beside that each program writes and reads back about D * (8 + 4 G) + 12 * pages bytes of the
-workspace, which stay in cache.
+from the second-level cache). A program also writes and reads back D * (8 + 4 G) + 12 * pages bytes of workspace, all in cache.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -295,18 +295,24 @@ def launch_options(constants: Mapping[str, Any]) -> dict[str, Any]:
     """Warps, stages, and most registers of a thread.
 
     Left alone, the assembler often rounds registers down to where one more program fits on a multiprocessor, and spills a few. A
-    stated maximum is taken for the aim instead: the register file's share of 4, 3 or 2 programs of 4 warps, or of 1 of 16. Where
-    none is stated it finds room without spilling: threads with 32 logits or more, and wide heads that fit twice.
+    stated maximum is taken for the aim instead: the register file's share of 4, 3 or 2 programs of 4 warps, or of 1 of 16. None
+    is stated where it finds room without spilling: for threads with 32 logits or more, and wide heads that fit twice.
     """
     pages, dim = constants["NUM_PAGES"], constants["D_PAD"]
     warps = num_warps(pages, constants["D"])
     logits = constants["HEADS"] * pages // (32 * warps)  # of a thread
-    as_stored = constants["KV_KIND"] in (1, 2) and constants["DOT_TYPE"] is not tl.float32  # nothing to decode
+    as_stored = constants["KV_KIND"] in (1, 2)  # nothing to decode
+    plain_bounds = constants["KT_KIND"] in (1, 4)  # the upper bits of what they stand for
+    fits_twice = dim > 128 and pages <= 1024 and as_stored and plain_bounds and constants["G"] <= constants["HEADS"]
     most: int | None
-    if warps == 4:
-        most = (128 if logits < 32 else 168) if dim <= 64 else 168 if as_stored else 255
+    if constants["DOT_TYPE"] is tl.float32:
+        most = None  # products without tensor cores take what there is
+    elif warps == 16:
+        most = None if logits >= 32 or fits_twice else 128
+    elif dim <= 64:
+        most = 128 if logits < 32 else 168 if plain_bounds else 255
     else:
-        most = None if logits >= 32 or (dim > 128 and pages <= 1024 and as_stored) else 128
+        most = 168 if as_stored else 255
     return {"num_warps": warps, "num_stages": NUM_STAGES, "maxnreg": most}
 
 
@@ -378,33 +384,23 @@ def decode(
 def compile_cases() -> Iterator[CompileCase]:
     """What ``decode`` launches: head sizes, groups, types and capacities that a server may have, in pages of 4."""
     options = DecodeOptions(0.1, 0.0, 384, 256, 4, 4, by_page=False, adaptive=True)
-    fp8 = KINDS[torch.float8_e4m3fn]
-    for head_size in (64, 128, 256):
-        for group in (1, 4, 8):
-            for kv_kind in (KINDS[torch.bfloat16], fp8):
-                for kt_kind in (KINDS[torch.bfloat16], KINDS[torch.float8_e5m2]):
-                    for capacity in (2048, 4096, MAX_CAPACITY):
-                        constants = launch_constants(
-                            torch.bfloat16, group, head_size, 128, 4, capacity, kv_kind, kt_kind, options
-                        )
-                        codes = f"D{head_size}-G{group}-kv{kv_kind}-kt{kt_kind}-{capacity}"
-                        yield CompileCase(
-                            f"decode-{codes}",
-                            decode_kernel,
-                            _signature(kv_kind, kt_kind),
-                            constants,
-                            **launch_options(constants),
-                        )
+    kv_kinds = KINDS[torch.bfloat16], KINDS[torch.float8_e4m3fn]
+    kt_kinds = KINDS[torch.bfloat16], KINDS[torch.float8_e5m2]
+    axes = itertools.product((64, 128, 256), (1, 4, 8), kv_kinds, kt_kinds, (2048, 4096, MAX_CAPACITY))
+    for head_size, group, kv_kind, kt_kind, capacity in axes:
+        constants = launch_constants(torch.bfloat16, group, head_size, 128, 4, capacity, kv_kind, kt_kind, options)
+        name = f"decode-D{head_size}-G{group}-kv{kv_kind}-kt{kt_kind}-{capacity}"
+        yield CompileCase(name, decode_kernel, _signature(constants), constants, **launch_options(constants))
 
 
-def _signature(kv_kind: int, kt_kind: int) -> dict[str, str]:
+def _signature(constants: Mapping[str, Any]) -> dict[str, str]:
     """Types of the arguments that are no constants, as ``decode`` passes them for a bfloat16 model."""
     code = {torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8"}
     pointers = {
         "query": "*bf16",
         "output": "*bf16",
-        "kv": code[CODES[kv_kind]],
-        "kt": code[CODES[kt_kind]],
+        "kv": code[CODES[constants["KV_KIND"]]],
+        "kt": code[CODES[constants["KT_KIND"]]],
         "rows": "*i32",
         "block_table": "*i32",
         "dims": "*i32",
@@ -412,5 +408,5 @@ def _signature(kv_kind: int, kt_kind: int) -> dict[str, str]:
         "chosen": "*i32",
     }
     floats = {"scale", "softcap", "key_scale", "value_scale"}
-    arguments = [p.name for p in decode_kernel.params if not p.is_constexpr]
+    arguments = [name for name in decode_kernel.arg_names if name not in constants]
     return {name: pointers.get(name, "fp32" if name in floats else "i32") for name in arguments}
