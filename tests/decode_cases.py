@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tests.combinations import combined
+from tests.decode_oracle import OPTION_AXES, DecodeCase
 from vllm_rocketkv.kernels.cpu import TYPES
 
 KV_TYPES = list(TYPES)
@@ -17,44 +18,15 @@ KT_TYPES = [torch.bfloat16, torch.float8_e5m2]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One layer's decode step. ``requests``: cached tokens of each after the step, and how many of them it adds (its rows)."""
-
+class Case(DecodeCase):
     requests: tuple[tuple[int, int], ...] = ((317, 1), (64, 1), (201, 4))
-    dtype: torch.dtype = torch.bfloat16  # of the cache
-    model_dtype: torch.dtype = torch.bfloat16
-    kt_dtype: torch.dtype = torch.bfloat16
-    head_size: int = 64
-    num_kv_heads: int = 2
-    group: int = 3
-    block_size: int = 32
-    page_size: int = 4  # 0: no KT table
-    topr: int | None = None
-    topk: int = 50
-    dense_below: int = 50
-    by_page: bool = False
-    adaptive: bool = True
-    sinks: int = 0
-    recent: int = 0
-    softcap: float = 0.0
     native: str = ""  # vLLM's layout of that name; else private blocks
     is_shared: bool = False  # another layer has written the cache
     is_fused: bool = False  # query, key and value are slices of one tensor
-    magnitude: float = 1.0  # of keys
-    seed: int = 0
-
-    def __str__(self) -> str:
-        names = [str(x).removeprefix("torch.") for x in (self.dtype, self.kt_dtype)]
-        sizes = [f"D{self.head_size}", f"G{self.group}", f"B{self.block_size}", f"page{self.page_size}"]
-        return "-".join([*names, *sizes, self.native or "private", str(self.seed)])
 
     @property
-    def scale(self) -> float:
-        return self.head_size**-0.5
-
-    @property
-    def scales(self) -> tuple[float, float]:
-        return (0.37, 1.7) if self.dtype.itemsize == 1 else (1.0, 1.0)
+    def details(self) -> list[str]:
+        return [self.native or "private"]
 
     @property
     def is_written(self) -> bool:
@@ -76,22 +48,14 @@ def generated_cases(count: int) -> list[Case]:
         "page_size": [1, 2, 4, 16],
         "topr": [None, None, 1, 7, 16, 31],
         "topk": [7, 16, 33, 100, 550],
-        "by_page": [True, False],
-        "adaptive": [True, False],
-        "sinks": [0, 0, 1, 5, 17],
-        "recent": [0, 0, 1, 6, 33],
-        "softcap": [0.0, 0.0, 4.0],
+        **OPTION_AXES,
         "native": ["", "", "vec", "vec16"],
         "is_shared": [False, False, False, True],
         "is_fused": [True, False],
     }
-    columns = {}
-    for name, values in axes.items():
-        columns[name] = list(itertools.islice(itertools.cycle(values), count))
-        draw.shuffle(columns[name])
     cases = []
-    for i in range(count):
-        case = Case(**{name: column[i] for name, column in columns.items()}, seed=i)
+    for i, values in enumerate(combined(axes, count, draw)):
+        case = Case(**values, seed=i)
         if case.dtype.itemsize > 1:
             case = replace(case, model_dtype=case.dtype)
         if case.native:

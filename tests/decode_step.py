@@ -8,8 +8,6 @@ wrote are NaNs, and so are the block table's entries no blocks, and what the ste
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -17,26 +15,12 @@ import torch
 from torch import Tensor
 
 from tests.decode_cases import Case
+from tests.decode_oracle import Row, choose_for_rows, rows_of, rows_table
 from vllm_rocketkv.kernels import reference
 from vllm_rocketkv.kernels.cpu import TYPES, ops
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 VLLM_NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
-NEAR = 2e-5
-"""Relative difference of two float64 scores that float32 need not tell apart."""
-LEAST = 1e-30
-"""Scores below this are as good as none."""
-
-
-@dataclass
-class Row:
-    """A row of the step: ``request`` sees its first ``num_tokens`` tokens; ``token`` is its place in the batch."""
-
-    request: int
-    num_tokens: int
-    token: int
-    scores: Tensor | None = None  # the reference's, [Hkv, pages]
-    selected: list[list[int]] = field(default_factory=list)
 
 
 class Step:
@@ -51,7 +35,7 @@ class Step:
         self._draw_tokens(keys, query)
         self._lay_out()
         self._fill()
-        self._reference()
+        choose_for_rows(case, self.rows, self.query, self._bounds)
 
     def _shuffled(self, n: int) -> list[int]:
         return torch.randperm(n, generator=self.random).tolist()
@@ -60,11 +44,7 @@ class Step:
         case = self.case
         count = sum(rows for _, rows in case.requests)
         self.batch = count + 2  # two tokens that are not of this step's rows
-        tokens = sorted(self._shuffled(self.batch)[:count])
-        places = iter(tokens)
-        self.rows = [
-            Row(r, n - rows + 1 + i, next(places)) for r, (n, rows) in enumerate(case.requests) for i in range(rows)
-        ]
+        self.rows = rows_of(case, sorted(self._shuffled(self.batch)[:count]))
 
     def _draw_tokens(self, keys: list[Tensor] | None, query: Tensor | None) -> None:
         case, H, D = self.case, self.case.num_kv_heads, self.case.head_size
@@ -171,21 +151,10 @@ class Step:
                 if case.page_size:
                     self.put_pages(raw, r, torch.arange(count // case.page_size))
 
-    def _reference(self) -> None:
-        case = self.case
-        for row in self.rows:
-            n = row.num_tokens
-            if n <= case.dense_below or not case.page_size:
-                row.selected = [list(range(n))] * case.num_kv_heads
-                continue
-            low, high = reference.page_summaries(self.keys[row.request][:n].double(), case.page_size, case.kt_dtype)
-            low, high = low.double() * self.key_scale, high.double() * self.key_scale
-            temperature = "adaptive" if case.adaptive else "constant"
-            query = self.query[row.token]
-            row.scores = reference.hsa_scores(query, low, high, n, case.page_size, case.topr, temperature)
-            granularity = "page" if case.by_page else "token"
-            options = (case.page_size, case.topk, granularity, case.sinks, case.recent)
-            row.selected = reference.hsa_choose(row.scores, n, *options)
+    def _bounds(self, request: int, n: int) -> tuple[Tensor, Tensor]:
+        keys = self.keys[request][:n].double()
+        low, high = reference.page_summaries(keys, self.case.page_size, self.case.kt_dtype)
+        return low.double() * self.key_scale, high.double() * self.key_scale
 
 
 @cache
@@ -205,19 +174,10 @@ class Layer:
         self.kv_cache = kv_cache.view(torch.uint8) if case.dtype.itemsize == 1 else kv_cache
 
     @property
-    def granularity(self) -> str:
-        return "page" if self.case.by_page else "token"
-
-    @property
     def table(self) -> Tensor:
         """All rows, as the op takes them."""
-        step, topr = self.step, self.case.head_size if self.case.topr is None else self.case.topr
-        table = []
-        for row in step.rows:
-            request, n = row.request, row.num_tokens
-            later = int(n < self.case.requests[request][0])
-            table.append([row.token, step.table_row[request], step.first_block[request], n, topr, later])
-        return torch.tensor(table, dtype=torch.int32)
+        step = self.step
+        return rows_table(self.case, step.rows, step.table_row, step.first_block)
 
     def arguments(self, **other: Any) -> dict[str, Any]:
         case, step = self.case, self.step
@@ -295,29 +255,6 @@ def decoded(sums: Tensor, likely: int) -> list[int]:
             if len(tokens) == count:
                 return tokens
     raise AssertionError(f"not a mean of distinct tokens: {sums}")
-
-
-def assert_equally_good(case: Case, row: Row, selected: list[list[int]]) -> int:
-    """What was selected is the reference's choice, but for pages whose scores are as good as equal. Returns how many heads
-    differ from it."""
-    differ = 0
-    for head, (ours, theirs) in enumerate(zip(selected, row.selected, strict=True)):
-        swapped_in, swapped_out = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
-        if not swapped_in and not swapped_out:
-            continue
-        differ += 1
-        assert row.scores is not None, "all tokens are read"
-        page, n = case.page_size, row.num_tokens
-        unit = page if case.by_page else 1
-        assert len({t // unit for t in ours}) == len({t // unit for t in theirs})
-        forced = [t for t in range(n) if t < case.sinks or t >= n - case.recent]
-        assert set(forced) <= set(ours)
-        if case.by_page:
-            assert ours == [t for t in range(n) if t // page in {t // page for t in ours}], "whole pages are read"
-        for token, other in itertools.product(swapped_in, swapped_out):
-            a, b = float(row.scores[head, token // page]), float(row.scores[head, other // page])
-            assert abs(a - b) <= NEAR * max(a, b) + LEAST, f"head {head} reads {token} ({a}), not {other} ({b})"
-    return differ
 
 
 def assert_attends(step: Step, row: Row, output: Tensor, selected: list[list[int]]) -> None:

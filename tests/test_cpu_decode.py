@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.decode_cases import CASES, EDGES, Case
-from tests.decode_step import Layer, Step, assert_attends, assert_bytes, assert_equally_good, step_of
+from tests.decode_oracle import assert_equally_good, choose
+from tests.decode_step import Layer, Step, assert_attends, assert_bytes, step_of
 from tests.kernel_fixtures import isa, one_thread  # noqa: F401  (used by all tests)
-from vllm_rocketkv.kernels import reference
 
 # --------------------------------------------------------------------------------------------- a step
 
@@ -169,23 +167,12 @@ def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
             layer.case = replace(case, topk=topk)
             for row, selected in zip(step.rows, layer.selected(), strict=True):
                 assert row.scores is not None
-                for head, ours in enumerate(selected):
-                    scores = with_exact_ties(row.scores[head])
-                    theirs = reference.hsa_choose(scores[None], row.num_tokens, page_size, topk, layer.granularity)[0]
+                all_theirs = choose(layer.case, row.scores, row.num_tokens)
+                for scores, ours, theirs in zip(row.scores, selected, all_theirs, strict=True):
                     pages = {t // page_size for t in set(ours) ^ set(theirs)}
                     newest = (row.num_tokens - 1) // page_size
                     is_about_newest = newest in pages and len({float(scores[p]) for p in pages}) == 1
                     assert ours == theirs or (not is_exact and is_about_newest)
-
-
-def with_exact_ties(scores: Tensor) -> Tensor:
-    """Scores that differ by float64's rounding alone made equal."""
-    order = scores.argsort().tolist()
-    result = scores.clone()
-    for before, here in itertools.pairwise(order):
-        if abs(result[here] - result[before]) <= 1e-9 * result[here]:
-            result[here] = result[before]
-    return result
 
 
 @pytest.mark.parametrize("head_size", [64, 128])  # a temperature that is a power of two, and one that rounds

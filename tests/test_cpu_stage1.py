@@ -6,7 +6,6 @@ Whatever a test does not write is random bytes, NaNs among them: what lies behin
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.combinations import combined
 from tests.kernel_fixtures import isa, one_thread  # noqa: F401  (used by all tests)
+from tests.stage1_oracle import Stage1Case, assert_equally_good
 from vllm_rocketkv.kernels import cpu, reference
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]  # by csrc/cpu's enum
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 MODEL_TYPES = TYPES[:3]
 KT_TYPES = [torch.float8_e5m2, torch.bfloat16]
-NEAR = 1e-5
-"""Relative difference of two float64 scores that float32 need not tell apart."""
 
 assert cpu is not None  # its import registers torch.ops.rocketkv_cpu
 
@@ -33,39 +32,15 @@ assert cpu is not None  # its import registers torch.ops.rocketkv_cpu
 
 
 @dataclass(frozen=True)
-class Case:
-    """One layer's prompt and what stage 1 is asked."""
-
-    dtype: torch.dtype = torch.bfloat16  # of the cache
-    model_dtype: torch.dtype = torch.bfloat16
-    head_size: int = 64
-    num_kv_heads: int = 2
-    group: int = 3
-    block_size: int = 32
+class Case(Stage1Case):
     layout: str = "vec"
-    num_tokens: int = 333
-    window: int = 32
-    num_kept: int = 101
-    kernel_size: int = 7
-    sinks: int = 0
-    softcap: float = 0.0
-    softmax: str = "all"
     page_size: int = 4  # 0: no KT table
     kt_dtype: torch.dtype = torch.bfloat16
     magnitude: float = 1.0  # of keys and values
-    seed: int = 0
-
-    def __str__(self) -> str:
-        names = [str(x).removeprefix("torch.") for x in (self.dtype, self.model_dtype)]
-        return "-".join([*names, f"D{self.head_size}", f"G{self.group}", self.layout, f"N{self.num_tokens}"])
 
     @property
-    def scale(self) -> float:
-        return self.head_size**-0.5
-
-    @property
-    def key_scale(self) -> float:
-        return 0.37 if self.dtype.itemsize == 1 else 1.0
+    def detail(self) -> str:
+        return self.layout
 
     @property
     def num_prompt_blocks(self) -> int:
@@ -93,13 +68,9 @@ def generated_cases(count: int) -> list[Case]:
         "kt_dtype": KT_TYPES,
         "magnitude": [1.0],
     }
-    columns = {}
-    for name, values in axes.items():
-        columns[name] = list(itertools.islice(itertools.cycle(values), count))
-        draw.shuffle(columns[name])
     cases = []
-    for i in range(count):
-        case = Case(**{name: column[i] for name, column in columns.items()}, seed=i)
+    for i, values in enumerate(combined(axes, count, draw)):
+        case = Case(**values, seed=i)
         if case.dtype.itemsize > 1:
             case = replace(case, model_dtype=case.dtype)
         if case.layout == "amx" and case.block_size % 32:
@@ -218,17 +189,6 @@ def reference_scores(case: Case) -> Tensor:
     query, keys, _ = draw_prompt(case)
     real_keys = keys.double() * torch.tensor(case.key_scale, dtype=torch.float32).double()
     return reference.window_scores(query, real_keys, case.scale, case.softmax, case.kernel_size, case.softcap)
-
-
-def assert_equally_good(kept: Tensor, expected: Tensor, scores: Tensor) -> None:
-    """Both keep the same tokens of each head, but for tokens whose reference scores are as good as equal."""
-    assert kept.shape == expected.shape
-    for head, (ours, theirs) in enumerate(zip(kept.tolist(), expected.tolist(), strict=True)):
-        assert ours == sorted(set(ours)), "positions must be ascending"
-        swapped_in, swapped_out = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
-        for token, other in itertools.product(swapped_in, swapped_out):
-            a, b = float(scores[head, token]), float(scores[head, other])
-            assert a == b or abs(a - b) <= NEAR * max(a, b), f"head {head} keeps {token} ({a}), not {other} ({b})"
 
 
 # --------------------------------------------------------------------------------------------- choice

@@ -8,7 +8,6 @@ workspace is full of garbage.
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,68 +17,37 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.triton_kernels.paged import bound_values, make_cache, page_bounds, random_tokens
+from tests.combinations import combined
+from tests.decode_oracle import OPTION_AXES, Row, choose, clear_heads
+from tests.triton_kernels.decode_step import Step, TritonCase
 from vllm_rocketkv.kernels import reference
-from vllm_rocketkv.kernels.options import DecodeOptions
 from vllm_rocketkv.kernels.triton.cache import CacheView, cache_view
 from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace, decode
 from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace, decode_split, workspace_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NaN in lanes that are masked later
 
-NEAR = 2e-5
-"""Relative difference of two float64 scores that float32 need not tell apart."""
-LEAST = 1e-30
-"""Scores below this are as good as none."""
 GARBAGE = 0x7F7F7F7F
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass(frozen=True)
-class Case:
-    """One layer's decode step. ``requests``: cached tokens of each after the step, and how many rows it has."""
-
+class Case(TritonCase):
     requests: tuple[tuple[int, int], ...] = ((317, 1), (64, 1), (201, 3))
-    dtype: torch.dtype = torch.float32  # of the cache
+    dtype: torch.dtype = torch.float32
     model_dtype: torch.dtype = torch.float32
-    kt_dtype: torch.dtype = torch.bfloat16
-    head_size: int = 64
     num_kv_heads: int = 1
-    group: int = 3
-    block_size: int = 32
-    page_size: int = 4  # 0: no KT table
-    topr: int | None = None
-    topk: int = 50
-    dense_below: int = 50
-    by_page: bool = False
-    adaptive: bool = True
-    sinks: int = 0
-    recent: int = 0
-    softcap: float = 0.0
-    is_hnd: bool = True
     num_splits: int = 4
     page_tile: int = 16
     select_tile: int = 32
-    magnitude: float = 1.0  # of keys
-    seed: int = 0
-
-    def __str__(self) -> str:
-        names = [str(x).removeprefix("torch.") for x in (self.dtype, self.kt_dtype)]
-        sizes = [f"D{self.head_size}", f"G{self.group}", f"B{self.block_size}", f"page{self.page_size}"]
-        return "-".join([*names, *sizes, f"S{self.num_splits}", str(self.seed)])
 
     @property
-    def scales(self) -> tuple[float, float]:
-        return (0.375, 1.75) if self.dtype in FP8 else (1.0, 1.0)
+    def details(self) -> list[str]:
+        return [f"S{self.num_splits}"]
 
     @property
     def capacity(self) -> int:
         return max(n for n, _ in self.requests) + 70
-
-    def options(self, scale: float) -> DecodeOptions:
-        softcap = self.softcap if scale else 0.0
-        forced = self.sinks, self.recent
-        return DecodeOptions(scale, softcap, self.dense_below, self.topk, *forced, self.by_page, self.adaptive)
 
 
 def generated_cases(count: int) -> list[Case]:
@@ -96,22 +64,14 @@ def generated_cases(count: int) -> list[Case]:
         "page_size": [1, 2, 4, 16],
         "topr": [None, None, 1, 7, 31],
         "topk": [7, 16, 33, 100],
-        "by_page": [True, False],
-        "adaptive": [True, False],
-        "sinks": [0, 0, 1, 5, 17],
-        "recent": [0, 0, 1, 6, 33],
-        "softcap": [0.0, 0.0, 4.0],
+        **OPTION_AXES,
         "is_hnd": [True, False],
         "num_splits": [1, 2, 3, 4, 2],
         "select_tile": [16, 64],
     }
-    columns = {}
-    for name, values in axes.items():
-        columns[name] = list(itertools.islice(itertools.cycle(values), count))
-        draw.shuffle(columns[name])
     cases = []
-    for i in range(count):
-        case = Case(**{name: column[i] for name, column in columns.items()}, seed=i)
+    for i, values in enumerate(combined(axes, count, draw)):
+        case = Case(**values, seed=i)
         if case.dtype not in FP8:
             case = replace(case, model_dtype=case.dtype)
         topk, page, block = case.topk, case.page_size, case.block_size
@@ -144,97 +104,17 @@ EDGES = [
 ]
 
 
-@dataclass
-class Row:
-    """A row of the step: ``request`` sees its first ``num_tokens`` tokens; ``token`` is its place in the batch."""
+class SplitStep(Step):
+    """A step that the kernels of split decode take."""
 
-    request: int
-    num_tokens: int
-    token: int
-    selected: list[list[int]]
-    is_clear: list[bool]
-    """Whether the selected tokens of a KV head stand out from the others by more than rounding."""
-
-
-class Step:
-    """A case's numbers, its cache and the reference's choice."""
-
-    def __init__(self, case: Case, keys: list[Tensor] | None = None, query: Tensor | None = None) -> None:
-        self.case = case
-        self.random = torch.Generator().manual_seed(case.seed)
-        H, D = case.num_kv_heads, case.head_size
-        sizes = [n for n, _ in case.requests]
-        self.keys = keys or [random_tokens((n, H, D), case.dtype, 7 * n + case.seed, case.magnitude) for n in sizes]
-        self.values = [random_tokens((n, H, D), case.dtype, 7 * n + 1) for n in sizes]
-        self.real_keys = [x.double() * case.scales[0] for x in self.keys]
-        self.real_values = [x.double() * case.scales[1] for x in self.values]
-        self._lay_out()
-        count = sum(rows for _, rows in case.requests)
-        self.batch = count + 2  # two tokens that are not of this step's rows
-        self.tokens = sorted(torch.randperm(self.batch, generator=self.random)[:count].tolist())
-        fused = torch.full((self.batch, H * case.group + 2, D), torch.nan, dtype=case.model_dtype)
-        self.query = fused[:, : H * case.group]  # as in vLLM, its rows are not adjacent
-        drawn = torch.randn(count, H * case.group, D, generator=self.random) * 1.5 if query is None else query
-        self.query[self.tokens] = drawn.to(case.model_dtype)
-        self.rows = self._rows()
-
-    def _lay_out(self) -> None:
-        case = self.case
-        blocks = [-(-n // case.block_size) for n, _ in case.requests]
-        sizes = (sum(blocks), case.num_kv_heads, case.block_size, case.head_size, case.dtype, case.kt_dtype)
-        scales = {"key_scale": case.scales[0], "value_scale": case.scales[1]}
-        paged = make_cache(*sizes, case.page_size, is_hnd=case.is_hnd, seed=case.seed, **scales)
-        self.view = paged.view
-        table = torch.full((len(blocks), max(blocks) + 9), 1 << 30, dtype=torch.int32)
-        self.table = table[:, 2:-3]  # its rows are not adjacent
-        self.table_row = torch.randperm(len(blocks), generator=self.random).tolist()
-        for r, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            self.table[self.table_row[r], r % 4 : r % 4 + blocks[r]] = paged.add(keys, values)
-
-    def _rows(self) -> list[Row]:
-        places = iter(self.tokens)
-        counts = enumerate(self.case.requests)
-        return [self._row(r, n - rows + 1 + i, next(places)) for r, (n, rows) in counts for i in range(rows)]
-
-    def _row(self, request: int, n: int, token: int) -> Row:
-        case = self.case
-        heads = case.num_kv_heads
-        if n <= case.dense_below or not case.page_size:
-            return Row(request, n, token, [list(range(n))] * heads, [True] * heads)
-        bounds = page_bounds(self.keys[request][:n], case.page_size, case.kt_dtype)
-        low, high = (bound_values(x) * case.scales[0] for x in bounds)
-        temperature = "adaptive" if case.adaptive else "constant"
-        scores = reference.hsa_scores(self.query[token], low, high, n, case.page_size, case.topr, temperature)
-        granularity = "page" if case.by_page else "token"
-        scores = with_exact_ties(scores)
-        options = (case.page_size, case.topk, granularity, case.sinks, case.recent)
-        selected = reference.hsa_choose(scores, n, *options)
-        return Row(
-            request, n, token, selected, [self._is_clear(s, of, n) for s, of in zip(scores, selected, strict=True)]
-        )
-
-    def _is_clear(self, scores: Tensor, selected: list[int], n: int) -> bool:
-        """No page's score is as good as that of the last page that is taken for its score, unless it is the very same."""
-        case, page = self.case, self.case.page_size
-        forced = {t for t in range(n) if t < case.sinks or t >= n - case.recent}
-        if case.by_page:
-            forced = {t for t in range(n) if t // page in {t // page for t in forced}}
-        free = sorted(set(range(n)) - forced)
-        taken = [float(scores[t // page]) for t in set(selected) - forced]
-        if not taken or len(taken) == len(free):
-            return True
-        edge = min(taken)
-        others = [float(scores[p]) for p in {t // page for t in free}]
-        return not any(s != edge and abs(s - edge) <= NEAR * edge + LEAST for s in others)
+    case: Case
 
     def rows_table(self) -> Tensor:
         """All rows, with inert ones before, between and behind them."""
-        topr = self.case.head_size if self.case.topr is None else self.case.topr
         inert = [-(1 << 30), 1 << 30, -5, 0, 1 << 30, 7]
         table = [inert]
-        for row in self.rows:
-            later = int(row.num_tokens < self.case.requests[row.request][0])
-            table.append([row.token, self.table_row[row.request], row.request % 4, row.num_tokens, topr, later])
+        for row, entries in zip(self.rows, self.table().tolist(), strict=True):
+            table.append(entries)
             if row.request == 0:
                 table.append(inert)
         return torch.tensor([*table, inert], dtype=torch.int32)
@@ -261,38 +141,29 @@ class Step:
         options = self.case.options(scale)
         workspace = self.workspace(**o)
         decode_split(
-            self.query, view or self.view, output, self.rows_table(), self.table, options, workspace, min_tokens
+            self.query, view or self.view, output, self.rows_table(), self.block_table, options, workspace, min_tokens
         )
         return output
 
 
-def with_exact_ties(scores: Tensor) -> Tensor:
-    """Scores that differ by float64's rounding alone made equal."""
-    result = scores.clone()
-    for of_head in result:
-        for before, here in itertools.pairwise(of_head.argsort().tolist()):
-            if abs(of_head[here] - of_head[before]) <= 1e-9 * of_head[here]:
-                of_head[here] = of_head[before]
-    return result
-
-
 @cache
-def step_of(case: Case) -> Step:
-    return Step(case)
+def step_of(case: Case) -> SplitStep:
+    return SplitStep(case)
 
 
-def assert_attends(step: Step, row: Row, output: Tensor, scale: float, rtol: float, atol: float) -> int:
+def assert_attends(step: SplitStep, row: Row, output: Tensor, scale: float, rtol: float, atol: float) -> int:
     """Returns how many KV heads the comparison had to leave out."""
     case, n = step.case, row.num_tokens
     keys, values = step.real_keys[row.request][:n], step.real_values[row.request][:n]
     softcap = case.softcap if scale else 0.0
     want = reference.attend(step.query[row.token], keys, values, row.selected, scale, softcap)
-    clear = torch.tensor(row.is_clear).repeat_interleave(case.group)
+    are_clear = clear_heads(case, row)
+    clear = torch.tensor(are_clear).repeat_interleave(case.group)
     torch.testing.assert_close(output.double()[clear], want[clear], rtol=rtol, atol=atol)
-    return row.is_clear.count(False)
+    return are_clear.count(False)
 
 
-def assert_reads(step: Step, output: Tensor) -> None:
+def assert_reads(step: SplitStep, output: Tensor) -> None:
     """The rows' outputs at scale 0 are the means of the values that the reference reads, and others are untouched."""
     left_out = sum(assert_attends(step, row, output[row.token], 0.0, 1e-5, 1e-5) for row in step.rows)
     assert left_out <= 1 + 0.05 * len(step.rows) * step.case.num_kv_heads, "near ties are rare"
@@ -347,7 +218,7 @@ def test_agrees_with_the_fused_kernel_and_shares_a_batch_with_it(case: Case) -> 
     for limit in (1024, sorted(row.num_tokens for row in step.rows)[-2]):
         fused = DecodeWorkspace.allocate(20, *heads, limit, case.page_size, "cpu")
         output = step.decode(0.0, min_tokens=limit)
-        decode(step.query, step.view, output, step.rows_table(), step.table, case.options(0.0), fused)
+        decode(step.query, step.view, output, step.rows_table(), step.block_table, case.options(0.0), fused)
         torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -355,7 +226,7 @@ def test_a_step_without_rows() -> None:
     step = step_of(Case())
     output = torch.full_like(step.query, torch.nan)
     for table in (step.rows_table()[:0], step.rows_table()[:1]):
-        decode_split(step.query, step.view, output, table, step.table, step.case.options(1.0), step.workspace())
+        decode_split(step.query, step.view, output, table, step.block_table, step.case.options(1.0), step.workspace())
     assert output.isnan().all()
 
 
@@ -366,7 +237,7 @@ def test_a_used_workspace_changes_nothing() -> None:
     for scale in (0.1, 0.2, 0.1):
         output = torch.full_like(step.query, torch.nan)
         options = step.case.options(scale)
-        decode_split(step.query, step.view, output, step.rows_table(), step.table, options, workspace)
+        decode_split(step.query, step.view, output, step.rows_table(), step.block_table, options, workspace)
         outputs.append(output.nan_to_num())
     assert torch.equal(outputs[0], outputs[2])
     assert not torch.equal(outputs[0], outputs[1])
@@ -398,15 +269,15 @@ def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
         kind = torch.randint(0, 5, (-(-n // page_size),), generator=draw)
         keys.append(kinds[kind].flatten(0, 1)[:n])
     query = torch.randn(3, case.num_kv_heads * group, case.head_size, generator=draw)
-    step = Step(case, keys, query)
-    assert all(all(row.is_clear) for row in step.rows)
+    step = SplitStep(case, keys, query)
+    assert all(all(clear_heads(case, row)) for row in step.rows)
     assert_reads(step, step.decode(0.0))
 
 
 @pytest.mark.parametrize("by_page", [False, True], ids=["token", "page"])
 def test_all_pages_are_equal(by_page: bool) -> None:
     case = Case(requests=((203, 1),), by_page=by_page, sinks=6, recent=9, topk=61)
-    step = Step(case, [torch.ones(203, case.num_kv_heads, case.head_size)])
+    step = SplitStep(case, [torch.ones(203, case.num_kv_heads, case.head_size)])
     assert_reads(step, step.decode(0.0))
 
 
@@ -418,7 +289,7 @@ def test_pages_that_are_forced_in_part_weigh_what_is_left_of_them(best: int) -> 
     strength[[3, 27, 9, 10, 20]] = torch.tensor([3.0, 3.0, 1.5, 1.0, 0.5])
     strength[best] = 3.5
     keys = strength.repeat_interleave(4)[:123, None, None] + torch.zeros(123, 1, case.head_size)
-    step = Step(case, [keys], torch.ones(1, case.group, case.head_size))
+    step = SplitStep(case, [keys], torch.ones(1, case.group, case.head_size))
     forced = {*range(13), *range(110, 123)}
     assert step.rows[0].selected == [sorted({*forced, 13, 14, 15, 108, 109, 36, 37, 38, 39, 40, 41, 42})]
     assert_reads(step, step.decode(0.0))
@@ -429,7 +300,7 @@ def test_a_score_that_is_not_a_number_ranks_last() -> None:
     case = Case(requests=((203, 1),), group=2, num_kv_heads=1, topk=61)
     query = torch.randn(1, 2, case.head_size, generator=torch.Generator().manual_seed(1))
     query[0, 1, 5] = torch.nan
-    step = Step(case, query=query)
+    step = SplitStep(case, query=query)
     row = step.rows[0]
     assert row.selected == [list(range(61))]
     want = step.real_values[0][:61, 0].mean(0)
@@ -443,7 +314,7 @@ def test_a_key_beyond_the_bounds_type_is_found(position: int, kt_dtype: torch.dt
     keys = torch.randn(150, 1, case.head_size, generator=torch.Generator().manual_seed(position))
     keys[position, 0, 9] = 1e5
     query = torch.rand(1, 3, case.head_size, generator=torch.Generator().manual_seed(position))
-    step = Step(case, [keys], query)
+    step = SplitStep(case, [keys], query)
     page = position // 4 * 4
     assert step.rows[0].selected == [list(range(page, min(page + 4, 150)))]
     assert_reads(step, step.decode(0.0))
@@ -463,8 +334,15 @@ def test_few_pages_whose_heads_disagree() -> None:
         magnitude=2.0,
         by_page=True,
         num_splits=2,
+        seed=55,
     )
     step = step_of(case)
+
+    def selected_if_the_newest_were_full(row: Row) -> list[list[int]]:
+        n, bounds = row.num_tokens, step.bounds(row.request, row.num_tokens)
+        return choose(case, reference.hsa_scores(step.query[row.token], *bounds, -(-n // 16) * 16, 16), n)
+
+    assert sum(selected_if_the_newest_were_full(row) != row.selected for row in step.rows) > 1, "its weight decides"
     assert_reads(step, step.decode(0.0))
 
 
@@ -502,4 +380,6 @@ def test_refuses_a_workspace_that_does_not_fit(rows: int, page_size: int) -> Non
     workspace = SplitWorkspace(rows, 3, 1, 64, 400, page_size, 4, device="cpu")
     output = torch.empty_like(step.query)
     with pytest.raises(ValueError, match="a workspace for"):
-        decode_split(step.query, step.view, output, step.rows_table(), step.table, step.case.options(1.0), workspace)
+        decode_split(
+            step.query, step.view, output, step.rows_table(), step.block_table, step.case.options(1.0), workspace
+        )

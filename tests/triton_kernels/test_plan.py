@@ -28,6 +28,7 @@ from tests.test_plan import (
 from vllm_rocketkv.backend.gpu_metadata import RocketKVGPUMetadataBuilder
 from vllm_rocketkv.backend.metadata import RocketKVMetadata
 from vllm_rocketkv.config import RocketKVConfig
+from vllm_rocketkv.kernels.triton.plan import compile_cases
 
 SPARSE = {name: config for name, config in CONFIGS.items() if config.policy != "full"}
 QUERY_LEN = 3
@@ -178,3 +179,11 @@ def test_a_window_of_one_token_is_no_uniform_step() -> None:
     assert len(metadata.crossings) == 1
     assert len(metadata.crossings[0].parked) == WINDOW - 1
     assert metadata.rows is None
+
+
+def test_compile_cases_are_what_is_launched() -> None:
+    cases = list(compile_cases())
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.kernel.__name__ for case in cases} == {"finish_rows_kernel", "touched_pages_kernel"}
+    for case in cases:
+        assert set(case.signature) | set(case.constants) == set(case.kernel.arg_names)

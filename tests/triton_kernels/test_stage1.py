@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.combinations import combined
+from tests.stage1_oracle import NEAR, Stage1Case, assert_equally_good
 from tests.triton_kernels.paged import KV_DTYPES, PagedCache, make_cache, random_tokens
 from vllm_rocketkv.kernels import reference
 from vllm_rocketkv.kernels.triton import stage1, top_tokens, window_scores
 from vllm_rocketkv.kernels.triton.cache import CacheView
 from vllm_rocketkv.kernels.triton.numbers import KINDS
 
-NEAR = 1e-5
-"""Relative difference of two float64 scores that float32 need not tell apart."""
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
@@ -34,36 +34,13 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Case:
-    """One layer's prompt and what stage 1 is asked."""
-
-    kv_dtype: torch.dtype = torch.bfloat16
-    query_dtype: torch.dtype = torch.bfloat16
-    head_size: int = 64
-    num_kv_heads: int = 2
-    group: int = 3
+class Case(Stage1Case):
     block_size: int = 16
     is_hnd: bool = True
-    num_tokens: int = 333
-    window: int = 32
-    num_kept: int = 101
-    kernel_size: int = 7
-    sinks: int = 0
-    softcap: float = 0.0
-    softmax: str = "all"
-    seed: int = 0
-
-    def __str__(self) -> str:
-        names = [str(x).removeprefix("torch.") for x in (self.kv_dtype, self.query_dtype)]
-        return "-".join([*names, f"D{self.head_size}", f"G{self.group}", f"W{self.window}", f"N{self.num_tokens}"])
 
     @property
     def scale(self) -> float:
         return 1.3 * self.head_size**-0.5
-
-    @property
-    def key_scale(self) -> float:
-        return 0.37 if self.kv_dtype.itemsize == 1 else 1.0
 
 
 class Prompt:
@@ -72,17 +49,17 @@ class Prompt:
     def __init__(self, case: Case) -> None:
         self.case = case
         heads = case.num_kv_heads
-        self.query = random_tokens((case.window, heads * case.group, case.head_size), case.query_dtype, case.seed)
-        self.keys = random_tokens((case.num_tokens, heads, case.head_size), case.kv_dtype, case.seed + 1)
+        self.query = random_tokens((case.window, heads * case.group, case.head_size), case.model_dtype, case.seed)
+        self.keys = random_tokens((case.num_tokens, heads, case.head_size), case.dtype, case.seed + 1)
 
     @cached_property
     def stored(self) -> tuple[PagedCache, Tensor]:
         case = self.case
         cache = make_cache(
             -(-case.num_tokens // case.block_size) + 3, case.num_kv_heads, case.block_size, case.head_size,
-            case.kv_dtype, is_hnd=case.is_hnd, key_scale=case.key_scale, seed=case.seed,
+            case.dtype, is_hnd=case.is_hnd, key_scale=case.key_scale, seed=case.seed,
         )  # fmt: skip
-        blocks = cache.add(self.keys, torch.full(self.keys.shape, torch.nan).to(case.kv_dtype), with_kt=False)
+        blocks = cache.add(self.keys, torch.full(self.keys.shape, torch.nan).to(case.dtype), with_kt=False)
         return cache, torch.cat([blocks, torch.tensor([10**9, -(10**9)], dtype=torch.int32)])
 
     def scores(self) -> Tensor:
@@ -115,8 +92,8 @@ def generated_cases(count: int) -> list[Case]:
     """Every value of every axis several times, combined at random."""
     draw = random.Random(2502)
     axes: dict[str, list[Any]] = {
-        "kv_dtype": KV_DTYPES,
-        "query_dtype": [torch.bfloat16, torch.float16, torch.bfloat16, torch.float32],
+        "dtype": KV_DTYPES,
+        "model_dtype": [torch.bfloat16, torch.float16, torch.bfloat16, torch.float32],
         "head_size": [64, 80, 96, 128, 256],
         "num_kv_heads": [1, 2, 3],
         "group": [1, 3, 8, 3, 48],
@@ -129,16 +106,12 @@ def generated_cases(count: int) -> list[Case]:
         "softcap": [0.0, 0.0, 2.0, 30.0],
         "softmax": ["all", "prefix"],
     }
-    columns = {}
-    for name, values in axes.items():
-        columns[name] = list(itertools.islice(itertools.cycle(values), count))
-        draw.shuffle(columns[name])
     cases = []
-    for i in range(count):
-        case = Case(**{name: column[i] for name, column in columns.items()}, seed=i)
-        if case.kv_dtype.itemsize > 1:
-            case = replace(case, query_dtype=case.kv_dtype)
-        if torch.float32 in (case.kv_dtype, case.query_dtype):  # small tiles, that is many
+    for i, values in enumerate(combined(axes, count, draw)):
+        case = Case(**values, seed=i)
+        if case.dtype.itemsize > 1:
+            case = replace(case, model_dtype=case.dtype)
+        if torch.float32 in (case.dtype, case.model_dtype):  # small tiles, that is many
             case = replace(
                 case, group=min(case.group, 8), window=min(case.window, 5), num_tokens=min(case.num_tokens, 257)
             )
@@ -160,17 +133,6 @@ EDGES = [
     Case(torch.bfloat16, torch.float16, window=8, sinks=16, num_kept=40, softcap=5.0),
     Case(torch.float8_e4m3fn, torch.float32, window=8, num_kept=60),
 ]
-
-
-def assert_equally_good(kept: Tensor, expected: Tensor, scores: Tensor) -> None:
-    """Both keep the same tokens of each head, but for tokens whose reference scores are as good as equal."""
-    assert kept.shape == expected.shape
-    for head, (ours, theirs) in enumerate(zip(kept.tolist(), expected.tolist(), strict=True)):
-        assert ours == sorted(set(ours)), "positions must be ascending"
-        swapped_in, swapped_out = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
-        for token, other in itertools.product(swapped_in, swapped_out):
-            a, b = float(scores[head, token]), float(scores[head, other])
-            assert a == b or abs(a - b) <= NEAR * max(a, b), f"head {head} keeps {token} ({a}), not {other} ({b})"
 
 
 # --------------------------------------------------------------------------------------------- scores and choice
@@ -303,7 +265,7 @@ def test_blocks_may_lie_beyond_2_to_the_31_elements() -> None:
     far = storage.as_strided((5, *cache.view.kv.shape[1:]), (stride, *cache.view.kv.stride()[1:]))
     for place, block in zip((4, 2, 3), blocks.tolist(), strict=False):
         far[place] = cache.view.kv[block]
-    view = CacheView(far, cache.view.kt, KINDS[case.kv_dtype], cache.view.kt_kind, 0, case.key_scale)
+    view = CacheView(far, cache.view.kt, KINDS[case.dtype], cache.view.kt_kind, 0, case.key_scale)
     prompt.stored = (replace(cache, view=view), torch.tensor([4, 2, 3], dtype=torch.int32))
     assert torch.equal(prompt.scores(), expected)
 
