@@ -162,7 +162,8 @@ def test_selected_pages_are_tritons(ops: Any, by_page: bool) -> None:
         scale=0.125, softcap=0.0, dense_below=40, topk_tokens=37, sink_tokens=5, recent_tokens=6, by_page=by_page, adaptive=True
     )  # fmt: skip
     workspace = SplitWorkspace(4, Hkv * group, Hkv, D, 240, page_size, 3, "cpu", page_tile=16, select_tile=16)
-    decode_split(query, cache, torch.empty_like(query), rows, blocks, options, workspace)
+    output, with_ours = torch.zeros_like(query), torch.zeros_like(query)
+    decode_split(query, cache, output, rows, blocks, options, workspace)
 
     pages, parts = workspace.page_capacity, 3
     keys = workspace.tensors["keys"].view(4, Hkv, pages)
@@ -182,6 +183,8 @@ def test_selected_pages_are_tritons(ops: Any, by_page: bool) -> None:
             expected = [theirs[row, head, 0, i * region :][:n] for i, n in enumerate(ends)]
             assert torch.equal(ours[row, head, : our_lengths[row, head, 0]], torch.cat(expected))
     torch.library.opcheck(ops.select_pages, arguments)
+    decode_split(query, cache, with_ours, rows, blocks, options, workspace, select=cuda.select_pages)
+    torch.testing.assert_close(with_ours, output, atol=0.01, rtol=0.01)  # the same tokens, in other portions
 
 
 def test_compaction_is_tritons(ops: Any) -> None:

@@ -111,7 +111,8 @@ class GPUPagedCache(ParkedQueries):
         # With eviction, rows grow long by decoding alone, and a CUDA graph holds no split kernels: see ``compat``.
         if split is None or (is_private and rows.max_num_tokens <= fused.capacity_tokens):
             return
+        select = cuda.select_pages if split.page_capacity <= cuda.MOST_PAGES and cuda.available() else None
         for table in rows.table.split(split.max_rows):
             decode_split(
-                query, self.view, output, table, rows.block_table, options, split, min_tokens=fused.capacity_tokens
+                query, self.view, output, table, rows.block_table, options, split, fused.capacity_tokens, select
             )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,28 @@ class SplitWorkspace:
         self.tensors["page_lists"] = self.tensors["logits"].view(torch.int32)
         self.page_capacity = self.tensors["keys"].shape[1]
         self.heads = num_query_heads, num_kv_heads, head_size, page_size
+
+    def list_pages(
+        self, select: Callable[..., None], rows_table: torch.Tensor, options: DecodeOptions, dense_below: int
+    ) -> None:
+        """Let ``select`` (``kernels/cuda.py``, ``select_pages``) list the pages of every row of more than ``dense_below`` tokens,
+        all of them as the first split's."""
+        num_rows, (_, num_kv_heads, _, page_size) = rows_table.shape[0], self.heads
+        shape = self.max_rows, num_kv_heads, -1
+        lists = self.tensors["page_lists"].view(*shape, self.page_capacity)[:num_rows, :, 0]
+        lengths = self.tensors["list_lengths"].view(shape)[:num_rows]
+        select(
+            self.tensors["keys"].view(shape)[:num_rows],
+            rows_table[:, 3],
+            page_size,
+            dense_below,
+            options.topk_tokens,
+            options.sink_tokens,
+            options.recent_tokens,
+            options.by_page,
+            lists,
+            lengths,
+        )
 
 
 @dataclass(frozen=True)
@@ -205,12 +227,14 @@ def decode_split(
     options: DecodeOptions,
     workspace: SplitWorkspace,
     min_tokens: int = 0,
+    select: Callable[..., None] | None = None,
 ) -> None:
     """Attend for each row of more than ``min_tokens`` tokens: ``query`` and ``output`` ``[tokens, Hq, D]``, ``rows_table`` int32
     ``[R, 6]`` and ``block_table`` int32 ``[requests, blocks]`` as in ``backend/metadata.py`` (``Rows``).
 
     The rows' own keys and values, and the KT entries of full pages, are in the cache already. Other rows' output stays as it
-    is. No row may have more than the workspace's capacity of tokens.
+    is. No row may have more than the workspace's capacity of tokens. ``select`` is ``select_pages`` of ``kernels/cuda.py``, or
+    another that does in one launch what takes four here.
     """
     num_rows, num_query_heads = rows_table.shape[0], query.shape[1]
     heads = num_query_heads, cache.num_kv_heads, cache.head_size, cache.page_size
@@ -262,9 +286,12 @@ def decode_split(
     if cache.page_size and options.dense_below < workspace.capacity_tokens:
         launch(estimate_kernel, grid)
         launch(score_kernel, grid)
-        for digit in range(1, DIGITS):
-            launch(digit_kernel, grid, DIGIT=digit)
-        launch(gather_kernel, grid)
+        if select is not None:
+            workspace.list_pages(select, rows_table, options, max(options.dense_below, min_tokens))
+        else:
+            for digit in range(1, DIGITS):
+                launch(digit_kernel, grid, DIGIT=digit)
+            launch(gather_kernel, grid)
     launch(attend_kernel, grid)
     launch(combine_kernel, (num_query_heads, num_rows))
 
