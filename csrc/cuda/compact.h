@@ -38,7 +38,6 @@ constexpr int kVectorBytes = 16;
 constexpr int kTableFloats = 4224;     // shared memory for the bounds of a tile: 16 pages of 128 dimensions, 8 of 256
 constexpr int kTileTokens = 128;       // copied by one block of threads, if the table and the page size let it
 constexpr int kTokensAtOnce = 4;       // that a thread has in registers: loads that are under way together
-constexpr int kMaxColumns = 2 * 256 * 4 / kVectorBytes;  // of a token; a block of threads has at least as many
 
 struct alignas(kVectorBytes) Vector {
   uint32_t words[4];

@@ -66,13 +66,6 @@ def prepare(
     return common
 
 
-def natural_requests(common: CommonAttentionMetadata, wanted: Expected) -> list[int]:
-    lens = [0] * common.num_reqs
-    for index, _, length in wanted.dense_parts:
-        lens[index] = length
-    return lens
-
-
 def check(
     config: RocketKVConfig, common: CommonAttentionMetadata, requests: list[Request], actual: RocketKVMetadata
 ) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one step does for each request, from lengths alone: dense on prompt blocks, rows on private blocks, or both.
 
-A request's tokens of this step are cut at N, the prompt's length (design section 2). Tokens below N, and all tokens of
-requests within the budget, are *natural*: vLLM's own ops write and read them. Tokens from N on are *rows* of the decode op;
-of an evicted request they are *private* as well, that is their keys and values are written by that op, too.
+A request's tokens of this step are cut at N, the prompt's length (``docs/life_of_a_request.md``). Tokens below N, and all
+tokens of requests within the budget, are *natural*: vLLM's own ops write and read them. Tokens from N on are *rows* of the
+decode op; of an evicted request they are *private* as well, that is their keys and values are written by that op, too.
 
 The cut is made by one C++ op for the whole batch (``csrc/cpu/plan.h``); Python handles single requests only where a prompt's
 observation window is computed, once or twice in its life.

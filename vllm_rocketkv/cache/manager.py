@@ -51,7 +51,7 @@ class SparseRequest:
 
 
 class RocketKVManager(FullAttentionManager):
-    """Full attention whose prompts shrink once computed (design section 2, invariants I1 to I4, I7, I9)."""
+    """Full attention whose prompts shrink once computed (``docs/life_of_a_request.md``)."""
 
     # A hit that ends inside a block is copied without the KT bytes behind it.
     supports_fine_grained_hash_lookup = False

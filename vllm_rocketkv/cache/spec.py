@@ -23,8 +23,12 @@ _KT_BYTES_PER_VALUE = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class RocketKVSpec(FullAttentionSpec):
-    """A page is ``K and V | KT``: ``[num_kv_heads, 2, block_size, head_size]`` as vLLM's kernels lay it out, then (for policies
-    with selection) ``[num_kv_heads, head_size, 2 (min, max), block_size / page_size]`` in the KT dtype, 64-byte aligned."""
+    """A page is ``K and V | KT``.
+
+    K and V are as vLLM's kernels lay them out: ``[num_kv_heads, 2, block_size, head_size]`` on CPUs,
+    ``[num_kv_heads, block_size, 2 * head_size]`` on GPUs. The KT table, for policies with selection, is
+    ``[num_kv_heads, head_size, 2 (min, max), block_size / page_size]`` in the KT dtype, 64-byte aligned.
+    """
 
     config: RocketKVConfig
 

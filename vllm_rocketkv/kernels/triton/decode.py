@@ -10,7 +10,7 @@
 
 Bytes that a program reads: of its KT table one of minimum and maximum for each dimension read, ``topr * pages * sizeof(KT)``,
 and the selected tokens' keys and values, ``topk * 2 * D * sizeof(KV)``. At D = 128, 2,048 cached tokens in pages of 4, all
-dimensions, fp8 KT, bf16 K and V, top-k 256 that is 64 KB + 128 KB = 192 KB (design.md, section 4); it writes 2 * G * D bytes.
+dimensions, fp8 KT, bf16 K and V, top-k 256 that is 64 KB + 128 KB = 192 KB; it writes 2 * G * D bytes.
 
 What memory really moves are sectors of 32 bytes. The bounds of one dimension and kind are a run of ``block_size / page_size``
 entries. A run that fills whole sectors (pages of 4: blocks of 128 tokens in fp8, of 64 in bf16) is read alone. Shorter runs

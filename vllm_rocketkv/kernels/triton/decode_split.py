@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split decode: estimate, select and attend with several programs for each KV head of a row.
 
-For rows longer than the fused kernel holds in registers (policies without eviction read caches of a million tokens), and for
-batches so small that one program for each row and KV head leaves most of a GPU idle. Every stage is a launch; ``S`` splits share
-its work, each with a contiguous run of the row's pages or tokens:
+For rows longer than the fused kernel holds in registers (policies without eviction read caches of a million tokens). It would
+also fill a GPU at batches so small that one program for each row and KV head does not; the engine does not take it for those
+yet. Every stage is a launch; ``S`` splits share its work, each with a contiguous run of the row's pages or tokens:
 
 1. ``estimate_kernel`` (``split_estimate.py``): logits of pages, and each split's softmax statistics
 2. ``score_kernel`` (``split_select.py``): scores as integer keys, and what pages weigh by the highest eight bits of theirs
