@@ -25,11 +25,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["rocketkv", "hsa", "snapkv"])
-def test_gpu_path_gives_the_tokens_of_the_cpu_kernels(model: str, policy: str) -> None:
+def test_gpu_path_gives_the_tokens_of_the_cpu_kernels(model: str) -> None:
     """Prompts cut by chunk borders, one of k * chunk + 1 tokens, one below the budget, decoded in one batch."""
-    gpu = run_engine(model, OPTIONS | {"policy": policy}, use_v2=True, kernels="triton")
-    cpu = run_engine(model, OPTIONS | {"policy": policy}, use_v2=False)
+    gpu = run_engine(model, OPTIONS, use_v2=True, kernels="triton")
+    cpu = run_engine(model, OPTIONS, use_v2=False)
     assert gpu["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert gpu["tokens"] == cpu["tokens"]
     assert gpu["freed"]
