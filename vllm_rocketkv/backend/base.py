@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionType
@@ -37,10 +37,6 @@ class RocketKVBackendBase:
     @staticmethod
     def get_name() -> str:
         return compat.BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        raise NotImplementedError
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -9,6 +9,7 @@ decode op, which alone reads them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm_rocketkv.eviction import EVICTION_POLICIES
 from vllm_rocketkv.selection import SELECTION_POLICIES
 
 
-class RocketKVImplBase:
+class RocketKVImplBase(ABC):
     """Goes before an attention implementation of vLLM's among the bases of a class: that one computes prompt parts, this package
     the rest, whatever the device."""
 
@@ -41,9 +42,9 @@ class RocketKVImplBase:
         selection = SELECTION_POLICIES[self.config.selection]
         self.decode_options = selection(self.config).decode_options(self.scale, self.logits_soft_cap or 0.0)
 
+    @abstractmethod
     def _wrap(self, layer: Any, kv_cache: torch.Tensor, query_dtype: torch.dtype, spec: RocketKVSpec) -> PagedCache:
         """The device's view of this layer's cache."""
-        raise NotImplementedError
 
     def forward(
         self,
