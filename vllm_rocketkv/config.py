@@ -14,10 +14,10 @@ import multiprocessing
 import reprlib
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal, NoReturn, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Self, get_args, get_origin
 
 import pydantic
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vllm_rocketkv.layout import (
     BudgetSplit,
@@ -25,20 +25,26 @@ from vllm_rocketkv.layout import (
     adaptive_split,
     adaptive_topr,
     ceil_div,
+    default_decode_interval,
     dense_below,
     max_private_blocks,
 )
-from vllm_rocketkv.options import ALIASES, PLANNED, POLICIES, PRESETS
+from vllm_rocketkv.options import ALIASES, POLICIES, PRESETS, USED_BY
 
 logger = logging.getLogger("vllm.rocketkv.config")  # a child of vLLM's logger: the same handlers and format
 
-Policy = Literal["full", "snapkv", "hsa", "rocketkv"]
-Preset = Literal["default", "reference", "trtllm"]
+Policy = Literal["full", "streaming_llm", "h2o", "snapkv", "quest", "hsa", "rocketkv", "rocketkv_mt"]
+Preset = Literal["default", "reference", "trtllm", "blog"]
 
 _METHOD_NAMES = {"algorithm": "rocket", "sparse_attention_type": "RocketKV"}
 
 _MAX_TOKENS = 1 << 24
 _PEAK_RATIO = 2.0 ** (20 / 3)  # see RocketKVConfig.max_prompt_budget
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
 
 _cached_split = lru_cache(maxsize=1 << 14)(adaptive_split)
 
@@ -47,7 +53,7 @@ class RocketKVConfig(pydantic.BaseModel):
     """The effective options of one server; frozen, hashable and picklable.
 
     Build it from a user's mapping with :meth:`parse`, whose refusals are single sentences. An unset option takes its
-    preset's value. Options that the chosen policy does not use are kept and ignored.
+    preset's value. Options that the chosen policy does not use are refused, unless they come from a preset.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -76,6 +82,34 @@ class RocketKVConfig(pydantic.BaseModel):
     page_size: int = Field(
         4, ge=1, le=256, description="Tokens summarised by one KT page; a power of two that divides the block size."
     )
+    recent_share: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Share of the budget that policy h2o keeps for the newest tokens; the rest is for heavy hitters.",
+    )
+    decode_budget: int | None = Field(
+        None,
+        ge=1,
+        le=_MAX_TOKENS,
+        description="Tokens kept when decoded ones are evicted as well; null: prompt_budget for policies streaming_llm and h2o, "
+        "never evict decoded tokens for all others.",
+    )
+    decode_interval: int | None = Field(
+        None,
+        ge=1,
+        le=_MAX_TOKENS,
+        description="Tokens decoded between two such evictions, whole blocks; null: 128, rounded up to whole blocks.",
+    )
+    pinned_tokens: int = Field(
+        0,
+        ge=0,
+        le=1 << 40,
+        description="Prompt tokens of conversations that stay in the prefix cache before all others, the newest.",
+    )
+    skip_layers: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = Field(
+        (), description="Numbers of the layers that stay dense and keep every token, from 0."
+    )
     topk_tokens: int = Field(
         256, ge=1, le=_MAX_TOKENS, description="Tokens that one decode step attends to, for each KV head."
     )
@@ -84,6 +118,10 @@ class RocketKVConfig(pydantic.BaseModel):
     )
     kt_dtype: Literal["auto", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = Field(
         "auto", description="Element type of the KT table; auto: bfloat16. float8_e4m3fn is for GPUs."
+    )
+    kt_summary: Literal["bounds", "mean"] = Field(
+        "bounds",
+        description="What a KT page holds: the bounds of its keys, or their mean, which is met with the mean query.",
     )
     window_softmax: Literal["all", "prefix"] = Field(
         "all", description="Keys that the softmax of stage 1 runs over: all, or only those before the window."
@@ -122,6 +160,7 @@ class RocketKVConfig(pydantic.BaseModel):
                 raise ValueError(str(first["ctx"]["error"])) from None
             name = str(first["loc"][0])
             cls._refuse_value(name, written_as.get(name, name), canonical[name])
+        config._refuse_unused(canonical, written_as)
         if (
             written_as and multiprocessing.parent_process() is None
         ):  # once: engine and workers parse the same mapping again
@@ -144,10 +183,14 @@ class RocketKVConfig(pydantic.BaseModel):
                 continue
             value = options[alias]
             if alias == "enable_multiturn":
-                if value is True:
-                    _refuse(alias, "needs policy 'rocketkv_mt', which is not available yet: set it to false or drop it")
-                if value is not False:
+                if type(value) is not bool:
                     _refuse(alias, f"is {_show(value)}, but must be true or false")
+                if value and canonical.setdefault("policy", "rocketkv") not in ("rocketkv", "rocketkv_mt"):
+                    _refuse(
+                        alias, f"is of policy 'rocketkv_mt', not of '{canonical['policy']}': set it to false or drop it"
+                    )
+                if value:
+                    canonical["policy"] = "rocketkv_mt"
                 continue
             if name in canonical:
                 _refuse(alias, f"means the same as '{written_as.get(name, name)}': give only one of the two")
@@ -176,19 +219,34 @@ class RocketKVConfig(pydantic.BaseModel):
     @classmethod
     def _refuse_value(cls, name: str, written: str, value: Any) -> NoReturn:
         """Refuse a value of the wrong type or out of bounds, saying what the field accepts."""
-        if value in PLANNED.get(name, ()):
-            available = _either(get_args(cls.model_fields[name].annotation))
-            _refuse(written, f"is {_show(value)}, which is not available yet: choose {available}")
         _refuse(written, f"is {_show(value)}, but must be {cls._accepted(name)}")
+
+    def _refuse_unused(self, given: Mapping[str, Any], written_as: Mapping[str, str]) -> None:
+        for name in given:
+            used_by = USED_BY.get(name)
+            if used_by is None or self.policy in used_by:
+                continue
+            choices = tuple(policy for policy in POLICIES if policy in used_by)
+            _refuse(
+                written_as.get(name, name),
+                f"means nothing to policy '{self.policy}': drop it or choose policy {_either(choices)}",
+            )
+        if self.preset != "default" and self.policy not in USED_BY["token_budget"] | {"full"}:
+            _refuse(
+                "preset", f"'{self.preset}' says nothing of policy '{self.policy}': drop it or choose another policy"
+            )
 
     @classmethod
     def _accepted(cls, name: str) -> str:
         field = cls.model_fields[name]
+        if name == "skip_layers":
+            return "a list of layer numbers from 0"
         if get_origin(field.annotation) is Literal:
             return _either(get_args(field.annotation))
-        bounds = {k: getattr(item, k) for item in field.metadata for k in ("gt", "ge", "le") if hasattr(item, k)}
+        bounds = {k: getattr(item, k) for item in field.metadata for k in ("gt", "ge", "lt", "le") if hasattr(item, k)}
         if field.annotation is float:
-            return f"a number above {bounds['gt']} and at most {bounds['le']}"
+            upper = f"at most {bounds['le']}" if "le" in bounds else f"below {bounds['lt']}"
+            return f"a number above {bounds['gt']} and {upper}"
         or_null = " or null" if type(None) in get_args(field.annotation) else ""
         return f"an integer from {bounds['ge']} to {bounds['le']}{or_null}"
 
@@ -222,21 +280,49 @@ class RocketKVConfig(pydantic.BaseModel):
         if self.page_size & (self.page_size - 1):
             power = 1 << (self.page_size.bit_length() - 1)
             _refuse("page_size", f"is {self.page_size}, but must be a power of two: use {power} or {2 * power}")
-        if self.evicts and not self.is_adaptive and self.prompt_budget < self.window_size:
-            _refuse(
-                "prompt_budget",
-                f"is {self.prompt_budget}, less than window_size {self.window_size}, which is always kept: "
-                "raise prompt_budget or lower window_size",
-            )
-        if self.evicts and not self.is_adaptive and self.prompt_budget <= self.window_size + self.sink_tokens:
-            _refuse(
-                "sink_tokens",
-                f"is {self.sink_tokens}: with window_size {self.window_size} it leaves nothing of prompt_budget "
-                f"{self.prompt_budget} to choose, lower it or raise prompt_budget",
-            )
+        if any(layer < 0 for layer in self.skip_layers):
+            _refuse("skip_layers", f"is {_show(list(self.skip_layers))}, but must be a list of layer numbers from 0")
+        if self.evicts:
+            self._check_eviction()
         if self.selects:
             self._check_topk()
         return self
+
+    def _check_eviction(self) -> None:
+        if self.is_adaptive:
+            if self.decode_budget is not None:
+                _refuse(
+                    "decode_budget",
+                    "needs a fixed prompt_budget: give that instead of token_budget, or drop decode_budget",
+                )
+            return
+        window, budget = self.eviction_window, self.prompt_budget
+        if self.eviction == "streaming_llm" and not 4 <= self.sink_tokens <= 32:
+            _refuse("sink_tokens", f"is {self.sink_tokens}, but policy 'streaming_llm' takes from 4 to 32")
+        if budget < window:
+            _refuse(
+                "prompt_budget",
+                f"is {budget}, less than window_size {window}, which is always kept: "
+                "raise prompt_budget or lower window_size",
+            )
+        if self.eviction != "h2o" and budget <= window + self.sink_tokens:
+            _refuse(
+                "sink_tokens",
+                f"is {self.sink_tokens}: with window_size {window} it leaves nothing of prompt_budget "
+                f"{budget} to choose, lower it or raise prompt_budget",
+            )
+        if self.eviction == "h2o" and not 0 < self.num_recent(budget) < budget:
+            _refuse(
+                "recent_share",
+                f"is {self.recent_share}, which leaves nothing of prompt_budget {budget}: raise prompt_budget",
+            )
+        if self.decode_budget is not None and self.decode_budget < budget:
+            _refuse(
+                "decode_budget",
+                f"is {self.decode_budget}, less than prompt_budget {budget}: raise it or lower prompt_budget",
+            )
+        if self.decode_interval is not None and self.decode_budget_for_step is None:
+            _refuse("decode_interval", "needs decode_budget: give both or neither")
 
     def _check_topk(self) -> None:
         topk = self.topk_for_step
@@ -244,7 +330,7 @@ class RocketKVConfig(pydantic.BaseModel):
             option, given, scale = "token_budget", f"is {self.token_budget}, which lets a step read {topk} tokens", 2
         else:
             option, given, scale = "topk_tokens", f"is {topk}", 1
-        unit = self.page_size if self.granularity == "page" else 1
+        unit = self.page_size if self.ranks_pages else 1
         if topk % unit:
             _refuse(
                 option,
@@ -253,7 +339,7 @@ class RocketKVConfig(pydantic.BaseModel):
             )
         # The newest tokens may begin inside a page, hence one page more than they fill.
         least = (ceil_div(self.sink_tokens, unit) + ceil_div(self.recent_tokens, unit) + 1) * unit
-        if topk < least:
+        if self.selection == "hsa" and topk < least:
             _refuse(
                 option,
                 f"{given}, but sink_tokens {self.sink_tokens} and recent_tokens {self.recent_tokens} need {least}: "
@@ -270,7 +356,8 @@ class RocketKVConfig(pydantic.BaseModel):
     @property
     def selection(self) -> str:
         """Name of the policy's second stage in ``selection.SELECTION_POLICIES``."""
-        return POLICIES[self.policy][1]
+        selection = POLICIES[self.policy][1]
+        return "mean" if selection == "hsa" and self.kt_summary == "mean" else selection
 
     @property
     def evicts(self) -> bool:
@@ -281,6 +368,36 @@ class RocketKVConfig(pydantic.BaseModel):
     def selects(self) -> bool:
         """Whether stage 2 runs: a decode step reads only selected pages."""
         return self.selection != "none"
+
+    @property
+    def eviction_window(self) -> int:
+        """Newest tokens whose queries an eviction needs. Policies that need none still need the step that ends with it."""
+        return self.window_size if self.eviction == "snapkv" else 1
+
+    @property
+    def ranks_pages(self) -> bool:
+        """Whether the top-k of stage 2 ranks whole pages; else tokens."""
+        return self.selection != "hsa" or self.granularity == "page"
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether every token's attention is summed up in the cache, which takes every query of a request."""
+        return self.eviction == "h2o"
+
+    def num_recent(self, num_kept: int) -> int:
+        """Newest tokens among ``num_kept`` that policy h2o keeps."""
+        return round(self.recent_share * num_kept)
+
+    @property
+    def decode_budget_for_step(self) -> int | None:
+        """Tokens that an eviction of decoded tokens leaves; None if they are not evicted."""
+        if self.decode_budget is None and self.eviction in ("streaming_llm", "h2o"):
+            return self.prompt_budget
+        return self.decode_budget if self.evicts else None
+
+    def decode_interval_for(self, block_size: int) -> int:
+        """Tokens between two evictions of decoded tokens."""
+        return self.decode_interval or default_decode_interval(block_size)
 
     @property
     def resolved_kt_dtype(self) -> str:
@@ -314,14 +431,34 @@ class RocketKVConfig(pydantic.BaseModel):
             return self.prompt_budget
         return max(self._split(num_prompt_tokens).prompt_budget, self.window_size + block_size)
 
+    def natural_length(self, num_prompt_tokens: int, block_size: int) -> int:
+        """Tokens that lie in natural blocks before anything is evicted: those of the prompt; with decode-time eviction, of a
+        prompt within the budget, as many more as the budget and one interval allow."""
+        budget = self.decode_budget_for_step
+        if budget is None or num_prompt_tokens > self.prompt_budget:
+            return num_prompt_tokens
+        return budget + self.decode_interval_for(block_size)
+
     def layout(self, num_prompt_tokens: int, block_size: int) -> PromptLayout:
         """Where this request's tokens live; natural (never evictable) under a policy that does not evict."""
-        budget = self.prompt_budget_for(num_prompt_tokens, block_size) if self.evicts else num_prompt_tokens
-        return PromptLayout(num_prompt_tokens, budget, block_size)
+        if not self.evicts:
+            return PromptLayout(num_prompt_tokens, num_prompt_tokens, block_size)
+        prompt_budget = self.prompt_budget_for(num_prompt_tokens, block_size)
+        budget = self.decode_budget_for_step
+        if budget is None:
+            return PromptLayout(num_prompt_tokens, prompt_budget, block_size)
+        length = self.natural_length(num_prompt_tokens, block_size)
+        kept = prompt_budget if length == num_prompt_tokens else budget
+        return PromptLayout(length, kept, block_size, budget, self.decode_interval_for(block_size))
 
     def is_sparse(self, num_prompt_tokens: int, block_size: int) -> bool:
-        """Whether anything differs from dense attention (I6): N > P, under a policy other than full."""
-        return self.policy != "full" and num_prompt_tokens > self.prompt_budget_for(num_prompt_tokens, block_size)
+        """Whether a request with this prompt ever differs from dense attention (I6): N > P, or decoded tokens are evicted,
+        under a policy other than full."""
+        if self.policy == "full":
+            return False
+        if self.decode_budget_for_step is not None:
+            return True
+        return num_prompt_tokens > self.prompt_budget_for(num_prompt_tokens, block_size)
 
     def topr_for(self, num_prompt_tokens: int, head_size: int) -> int:
         """Head dimensions that the estimation reads: ``topr``, else when adaptive int(D * page / c2), else all D."""
@@ -373,7 +510,10 @@ class RocketKVConfig(pydantic.BaseModel):
         """Upper bound of e, private blocks of one request, over every prompt length; 0 if nothing can be evicted."""
         if not self.evicts or (not self.is_adaptive and self.prompt_budget >= max_model_len):
             return 0
-        return max_private_blocks(self.max_prompt_budget(max_model_len, block_size), block_size)
+        budget = self.max_prompt_budget(max_model_len, block_size)
+        if self.decode_budget_for_step is not None:
+            budget = self.decode_budget_for_step + self.decode_interval_for(block_size)
+        return max_private_blocks(budget, block_size)
 
     # --- start-up checks that need the engine's numbers -----------------------------------------------------------
 
@@ -385,12 +525,25 @@ class RocketKVConfig(pydantic.BaseModel):
                 f"rocketkv: page_size {self.page_size} does not divide the block size {block_size}: "
                 f"lower page_size to at most {largest} or start vLLM with a --block-size that is a multiple of it"
             )
-        least = self.window_size + block_size
+        least = self.eviction_window + block_size
         if self.evicts and not self.is_adaptive and self.prompt_budget < least:
             raise ValueError(
-                f"rocketkv: prompt_budget {self.prompt_budget} is less than window_size {self.window_size} + "
+                f"rocketkv: prompt_budget {self.prompt_budget} is less than window_size {self.eviction_window} + "
                 f"block size {block_size}: raise prompt_budget to at least {least} "
                 "or start vLLM with a smaller --block-size"
+            )
+        interval = self.decode_interval_for(block_size)
+        if self.decode_budget_for_step is None:
+            return
+        if interval % block_size:
+            raise ValueError(
+                f"rocketkv: decode_interval {interval} is not a multiple of the block size {block_size}: "
+                f"use {ceil_div(interval, block_size) * block_size} or start vLLM with a smaller --block-size"
+            )
+        if interval < self.eviction_window:
+            raise ValueError(
+                f"rocketkv: decode_interval {interval} is less than window_size {self.eviction_window}, whose queries all come "
+                "after the eviction before: raise decode_interval or lower window_size"
             )
 
     def check_window_fits(self, block_size: int, num_query_heads_per_kv_head: int, query_to_kv_bytes: int = 1) -> None:
@@ -401,7 +554,7 @@ class RocketKVConfig(pydantic.BaseModel):
         V of ``group / 2`` tokens, times ``query_to_kv_bytes``, by which one of its elements is larger than one of the cache (1
         unless K and V are stored in fp8), and is never split over two blocks.
         """
-        if not self.evicts:
+        if self.eviction_window == 1:
             return
         queries_per_block = 2 * block_size // (num_query_heads_per_kv_head * query_to_kv_bytes)
         parked, offered = self.window_size - 1, self.min_prompt_budget(block_size) // block_size * queries_per_block
@@ -423,20 +576,15 @@ class RocketKVConfig(pydantic.BaseModel):
 
     def describe(self) -> str:
         """The effective configuration in one line: the options that the policy uses."""
-        names = ["policy", "preset"]
-        if self.is_adaptive:
-            names += ["token_budget", "max_new_tokens"]
-        elif self.policy != "full":
-            names += ["prompt_budget"]
-        if self.evicts:
-            names += ["window_size", "kernel_size", "window_softmax"]
-        if self.evicts or self.selects:
-            names += ["sink_tokens"]
-        if self.selects:
-            names += [] if self.is_adaptive else ["topk_tokens"]
-            names += ["recent_tokens", "page_size", "granularity", "topr", "temperature", "kt_dtype"]
+        names = ["policy", "preset", *(name for name, policies in USED_BY.items() if self.policy in policies)]
+        hidden = {"prompt_budget", "topk_tokens"} if self.is_adaptive else {"token_budget", "max_new_tokens"}
+        unset = {"decode_budget": None, "decode_interval": None, "skip_layers": (), "pinned_tokens": 0}
+        hidden |= {name for name, value in unset.items() if getattr(self, name) == value}
+        if self.selection == "mean":
+            hidden |= {"recent_tokens", "topr", "temperature", "granularity"}
+        names = [name for name in names if name not in hidden]
         values = {name: getattr(self, name) for name in names}
-        if self.selects and self.topr is None:
+        if "topr" in values and self.topr is None:
             values["topr"] = "by token_budget" if self.is_adaptive else "all"
         return ", ".join(f"{name} {value}" for name, value in values.items())
 
@@ -471,4 +619,6 @@ def _show(value: Any) -> str:
 
 def _either(choices: tuple[str, ...]) -> str:
     quoted = [f"'{choice}'" for choice in choices]
+    if len(quoted) == 1:
+        return quoted[0]
     return f"{', '.join(quoted[:-1])} or {quoted[-1]}"

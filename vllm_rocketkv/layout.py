@@ -7,7 +7,8 @@ messages. No torch and no vLLM here.
 Words used throughout the package:
 
 ======================  ===========================================================================
-``num_prompt_tokens``   N, tokens of the prompt
+``num_prompt_tokens``   N, tokens that are evicted at once: those of the prompt; with decode-time eviction,
+                        of a prompt within the budget, also decoded ones up to the first eviction
 ``prompt_budget``       P, most prompt tokens kept for each KV head of each layer
 ``block_size``          B, tokens of one block of vLLM's paged KV cache
 ``num_natural_blocks``  n = ceil(N / B), blocks of the prompt as vLLM lays it out
@@ -40,6 +41,10 @@ class PromptLayout:
     num_prompt_tokens: int
     prompt_budget: int
     block_size: int
+    decode_budget: int | None = None
+    """Tokens that every eviction after the first leaves; None if there is none but the first. At least ``prompt_budget``."""
+    decode_interval: int = 0
+    """Tokens between two evictions of decoded tokens, a multiple of ``block_size``."""
 
     @property
     def is_evictable(self) -> bool:
@@ -75,20 +80,78 @@ class PromptLayout:
         """Longest prefix-cache hit, in tokens, that still leaves the whole observation window to compute (I7)."""
         return (self.num_prompt_tokens - window_size) // self.block_size * self.block_size
 
+    # --- decode-time eviction: at lengths L, L + I, L + 2 I, ... the oldest I tokens' worth of private slots are given up --
+
+    @property
+    def first_limit(self) -> int | None:
+        """L, the length at which decoded tokens are first evicted, or None for never: the private blocks then hold
+        ``decode_budget + decode_interval`` tokens, of which ``decode_budget`` stay."""
+        if self.decode_budget is None or not self.is_evictable:
+            return None
+        return self.num_dropped_tokens + self.decode_budget + self.decode_interval
+
+    def num_decode_evictions(self, position: int) -> int:
+        """How often decoded tokens have been evicted when the token at ``position`` is computed."""
+        limit = self.first_limit
+        if limit is None or position < limit:
+            return 0
+        return (position - limit) // self.decode_interval + 1
+
+    def dropped_tokens_at(self, position: int) -> int:
+        """Tokens by which the request is shorter when the token at ``position`` >= N is computed: its private slot is
+        ``position`` less this."""
+        return self.num_dropped_tokens + self.num_decode_evictions(position) * self.decode_interval
+
+    def num_slots(self, num_tokens: int, window_size: int = 1, num_parking_blocks: int = 0) -> int:
+        """Slots, counted as if no private block were used twice, of a request of ``num_tokens`` tokens.
+
+        They stop growing at the first eviction of decoded tokens; ``num_parking_blocks`` come on top once a query of its window
+        of ``window_size`` tokens must be kept.
+        """
+        limit = self.first_limit
+        if limit is None or num_tokens <= limit - window_size:
+            return num_tokens
+        return limit + num_parking_blocks * self.block_size
+
+    @property
+    def parking_index(self) -> int:
+        """Index, in the worker's row, of the first block that decoded tokens' queries are parked in."""
+        assert self.decode_budget is not None
+        return self.num_natural_blocks + ceil_div(self.decode_budget + self.decode_interval, self.block_size)
+
+    def evictions_between(self, start: int, end: int, window_size: int) -> range:
+        """Lengths at which decoded tokens are evicted and of whose last ``window_size`` tokens positions ``start`` to
+        ``end - 1`` compute some."""
+        limit = self.first_limit
+        if limit is None:
+            return range(0)
+        interval = self.decode_interval
+        first = limit + max(0, (start - limit) // interval + 1) * interval
+        return range(first, max(first, end + window_size), interval)
+
     def block_index(self, position: int) -> int:
         """Index, in the worker's append-only row, of the block that holds the token at ``position``.
 
         The worker computes it for whole batches at once (``backend/metadata.py``); tests hold the two together.
         """
-        block = position // self.block_size
         if not self.is_evictable or position < self.num_prompt_tokens:
-            return block
-        return self.num_natural_blocks + block - self.num_dropped_blocks
+            return position // self.block_size
+        return self.num_natural_blocks + (position - self.dropped_tokens_at(position)) // self.block_size
 
 
 def max_private_blocks(prompt_budget: int, block_size: int) -> int:
     """Upper bound of ``PromptLayout.num_private_blocks`` over every prompt length: ceil(P / B)."""
     return ceil_div(prompt_budget, block_size)
+
+
+def default_decode_interval(block_size: int) -> int:
+    """Whole blocks, of at least 128 tokens: eviction costs about as much as a decode step."""
+    return ceil_div(128, block_size) * block_size
+
+
+def parking_blocks(window_size: int, queries_per_block: int) -> int:
+    """Blocks that hold all but the newest query of a window of decoded tokens, while every private slot holds a token."""
+    return ceil_div(window_size - 1, queries_per_block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,13 @@ from typing import Any
 POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "full": ("none", "none"),
+        "streaming_llm": ("streaming_llm", "none"),
+        "h2o": ("h2o", "none"),
         "snapkv": ("snapkv", "none"),
+        "quest": ("none", "quest"),
         "hsa": ("none", "hsa"),
         "rocketkv": ("snapkv", "hsa"),
+        "rocketkv_mt": ("snapkv", "hsa"),
     }
 )
 """Every policy is a pair: what to keep (eviction) and what to read (selection)."""
@@ -45,14 +49,52 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "granularity": "page",
             "temperature": "constant",
         },
+        # The tutorial's code: its scores are the mean over the group, which ranks as our sum does.
+        "blog": {
+            "prompt_budget": 1024,
+            "window_size": 32,
+            "sink_tokens": 16,
+            "recent_tokens": 0,
+            "page_size": 4,
+            "topk_tokens": 128,
+            "kt_summary": "mean",
+            "granularity": "page",
+        },
     }
 )
 """Defaults that a preset puts in place of the fields' own; explicit options override them."""
 
-PLANNED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"policy": ("streaming_llm", "h2o", "quest", "rocketkv_mt"), "preset": ("blog",)}
+_ANY = frozenset(POLICIES) - {"full"}
+_EVICTING = frozenset(name for name, (eviction, _) in POLICIES.items() if eviction != "none")
+_BY_WINDOW = frozenset(name for name, (eviction, _) in POLICIES.items() if eviction == "snapkv")
+_SELECTING = frozenset(name for name, (_, selection) in POLICIES.items() if selection != "none")
+_HYBRID = frozenset(name for name, (_, selection) in POLICIES.items() if selection == "hsa")
+
+USED_BY: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "prompt_budget": _ANY,
+        "token_budget": _BY_WINDOW | _HYBRID,
+        "max_new_tokens": _BY_WINDOW | _HYBRID,
+        "window_size": _BY_WINDOW,
+        "kernel_size": _BY_WINDOW,
+        "window_softmax": _BY_WINDOW,
+        "sink_tokens": _BY_WINDOW | _HYBRID | {"streaming_llm"},
+        "recent_share": frozenset({"h2o"}),
+        "decode_budget": _EVICTING,
+        "decode_interval": _EVICTING,
+        "pinned_tokens": frozenset({"rocketkv_mt"}),
+        "topk_tokens": _SELECTING,
+        "recent_tokens": _HYBRID,
+        "page_size": _SELECTING,
+        "granularity": _HYBRID,
+        "topr": _HYBRID,
+        "temperature": _HYBRID,
+        "kt_summary": _HYBRID,
+        "kt_dtype": _SELECTING,
+        "skip_layers": _ANY,
+    }
 )
-"""Values that the design knows and this release does not have yet."""
+"""Policies that an option means something to, in the order in which options are shown; one given to another is refused."""
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -66,7 +108,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "sink_token_size": "sink_tokens",
         "top_k_tokens": "topk_tokens",
         "kernel_downsample": "page_size",  # tokens of one KT entry
-        "enable_multiturn": "policy",  # false is what every policy here does
+        "enable_multiturn": "policy",  # true is policy rocketkv_mt
     }
 )
 """Other systems' name of an option, and ours."""

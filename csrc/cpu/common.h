@@ -9,6 +9,7 @@
 //                      page is one run of memory
 //   KT table  at kt_offset: [num_kv_heads][head_size][2 (min, max)][block_size / page_size] of the KT type: the one of
 //             min and max that a query's sign asks for, of all pages of a block, is one run of memory
+//   scores    at score_offset: [num_kv_heads][block_size] float, sums of attention, where a policy needs them
 #pragma once
 
 #include <cstdint>
@@ -47,6 +48,8 @@ struct Cache {
   int64_t kt_offset;  // bytes from the start of a block
   Type kt_type;
   int page_size;
+  bool kt_is_mean;       // a page's entry is the mean of its keys, twice; else its bounds
+  int64_t score_offset;  // bytes from the start of a block; 0: no sums of attention
 
   int64_t HeadElements() const { return int64_t{2} * block_size * head_size; }
   uint8_t* Head(int64_t block, int kv_head) const {
@@ -56,6 +59,10 @@ struct Cache {
   uint8_t* KtHead(int64_t block, int kv_head) const {
     return base + block * block_stride + kt_offset +
            kv_head * (int64_t{2} * head_size * PagesPerBlock()) * SizeOf(kt_type);
+  }
+  // How much attention each token of the block has received: [block_size].
+  float* ScoreHead(int64_t block, int kv_head) const {
+    return reinterpret_cast<float*>(base + block * block_stride + score_offset) + int64_t{kv_head} * block_size;
   }
 };
 

@@ -18,7 +18,13 @@ struct Row {
   int32_t num_tokens;   // cached tokens that it may see, itself included
   int32_t topr;         // dimensions that the estimation reads
   int32_t later;        // 1 if the same request has a later row in this step
+  int32_t topk_tokens;  // how many it attends to
+  int32_t dense_below;  // with at most so many cached, it attends to all of them
+  int32_t phase;        // rows of one op call are of one phase, which it need not look at
 };
+
+// How pages are ranked; the formulas are in vllm_rocketkv/kernels/reference.py.
+enum class Estimator : int32_t { kHybrid = 0, kQuest = 1, kMean = 2 };
 
 struct DecodeArgs {
   Cache cache;
@@ -41,23 +47,23 @@ struct DecodeArgs {
   const int32_t* block_table;
   int64_t table_stride;
   int max_tokens;  // most num_tokens of any row
+  bool selects;    // whether any row does not read everything
 
   float scale;    // of q.k
   float softcap;  // 0: none
 
-  // Hybrid sparse attention. A row with at most `dense_below` tokens reads all of them.
-  int dense_below;
-  int topk_tokens;
+  // Selection, of rows that do not read everything.
   int sink_tokens;
   int recent_tokens;
   bool by_page;   // top-k ranks pages; else tokens
   bool adaptive;  // temperature
+  Estimator estimator;
 
   int Group() const { return num_heads / cache.num_kv_heads; }
   const int32_t* Blocks(const Row& row) const {
     return block_table + row.request * table_stride + row.first_block;
   }
-  bool ReadsAll(const Row& row) const { return row.num_tokens <= dense_below; }
+  bool ReadsAll(const Row& row) const { return cache.page_size == 0 || row.num_tokens <= row.dense_below; }
 };
 
 constexpr int kMaxGroup = 256;      // query heads of one KV head
@@ -125,7 +131,7 @@ struct Scratch {
     const int64_t blocks = (args.max_tokens + args.cache.block_size - 1) / args.cache.block_size;
     const int64_t tokens = blocks * args.cache.block_size;
     const int64_t pages = args.cache.page_size ? tokens / args.cache.page_size : 0;
-    const bool selects = args.cache.page_size && args.max_tokens > args.dense_below;
+    const bool selects = args.selects;
     const int64_t units = selects ? (args.by_page ? pages : tokens) : 0;
     const int64_t segments = (args.max_tokens + kSegmentTokens - 1) / kSegmentTokens;
     int64_t used = 0;

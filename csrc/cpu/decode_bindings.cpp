@@ -29,7 +29,7 @@ void CheckRows(const DecodeArgs& args, const at::Tensor& block_table, int64_t nu
     const int64_t blocks = (row.num_tokens + args.cache.block_size - 1) / args.cache.block_size;
     TORCH_CHECK(row.token >= 0 && row.token < num_tokens && row.request >= 0 && row.request < block_table.size(0) &&
                     row.num_tokens > 0 && row.num_tokens <= args.max_tokens && row.first_block >= 0 && row.first_block + blocks <= block_table.size(1) &&
-                    row.topr > 0,
+                    row.topr > 0 && row.topk_tokens > 0,
                 "rocketkv_cpu: row ", i, " leaves the batch, the block table or max_tokens");
     for (int64_t b = 0; b < blocks; ++b) {
       const int32_t block = args.Blocks(row)[b];
@@ -40,12 +40,11 @@ void CheckRows(const DecodeArgs& args, const at::Tensor& block_table, int64_t nu
 
 void DecodeOp(const at::Tensor& query, const std::optional<at::Tensor>& key, const std::optional<at::Tensor>& value,
               const at::Tensor& kv_cache, const at::Tensor& output, const at::Tensor& rows, const at::Tensor& block_table,
-              int64_t kv_type, double key_scale, double value_scale, int64_t kt_offset, int64_t kt_type,
-              int64_t page_size, const std::optional<at::Tensor>& native_layout, double scale, double softcap,
-              int64_t max_tokens, int64_t dense_below, int64_t topk_tokens, int64_t sink_tokens, int64_t recent_tokens,
-              bool by_page, bool adaptive) {
+              int64_t kv_type, double key_scale, double value_scale, int64_t kt_offset, int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset, const std::optional<at::Tensor>& native_layout, double scale, double softcap,
+              int64_t max_tokens, int64_t sink_tokens, int64_t recent_tokens,
+              bool by_page, bool adaptive, int64_t estimator) {
   DecodeArgs args{};
-  args.cache = MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size);
+  args.cache = MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size, kt_is_mean, score_offset);
   args.is_private = !native_layout.has_value();
   if (native_layout) args.native = MakeNativeLayout(*native_layout, args.cache);
   const int64_t head_size = args.cache.head_size, kv_heads = args.cache.num_kv_heads;
@@ -70,7 +69,7 @@ void DecodeOp(const at::Tensor& query, const std::optional<at::Tensor>& key, con
   }
   TORCH_CHECK(rows.scalar_type() == at::kInt && rows.dim() == 2 && rows.is_contiguous() &&
                   rows.size(1) == int64_t(sizeof(Row) / sizeof(int32_t)),
-              "rocketkv_cpu: rows must be contiguous int32 [rows, 6]");
+              "rocketkv_cpu: rows must be contiguous int32 [rows, 9]");
   TORCH_CHECK(block_table.scalar_type() == at::kInt && block_table.dim() == 2 && block_table.stride(1) == 1,
               "rocketkv_cpu: block_table must be int32 [requests, blocks]");
   args.rows = reinterpret_cast<const Row*>(rows.const_data_ptr<int32_t>());
@@ -80,19 +79,20 @@ void DecodeOp(const at::Tensor& query, const std::optional<at::Tensor>& key, con
   args.max_tokens = int(max_tokens);
   args.scale = float(scale);
   args.softcap = float(softcap);
-  args.dense_below = page_size ? int(std::min(dense_below, max_tokens)) : int(max_tokens);
-  args.topk_tokens = int(topk_tokens);
   args.sink_tokens = int(sink_tokens);
   args.recent_tokens = int(recent_tokens);
   args.by_page = by_page;
   args.adaptive = adaptive;
+  TORCH_CHECK(estimator >= 0 && estimator <= int64_t(Estimator::kMean), "rocketkv_cpu: unknown estimator ", estimator);
+  args.estimator = Estimator(estimator);
+  for (int64_t i = 0; i < args.num_rows; ++i) args.selects |= !args.ReadsAll(args.rows[i]);
   CheckRows(args, block_table, num_tokens, kv_cache.size(0));
   Decode(args, at::get_num_threads());
 }
 
 void SummarisePages(const at::Tensor& kv_cache, const at::Tensor& pages, int64_t kv_type, int64_t kt_offset,
-                    int64_t kt_type, int64_t page_size, const at::Tensor& native_layout) {
-  const Cache cache = MakeCache(kv_cache, kv_type, 1, 1, kt_offset, kt_type, page_size);
+                    int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset, const at::Tensor& native_layout) {
+  const Cache cache = MakeCache(kv_cache, kv_type, 1, 1, kt_offset, kt_type, page_size, kt_is_mean, score_offset);
   TORCH_CHECK(page_size > 0, "rocketkv_cpu: there is no KT table");
   const NativeLayout native = MakeNativeLayout(native_layout, cache);
   TORCH_CHECK(pages.scalar_type() == at::kInt && pages.dim() == 2 && pages.is_contiguous() && pages.size(1) == 3,
@@ -128,11 +128,11 @@ std::string IsaOp() { return ActiveIsa(); }
 TORCH_LIBRARY_FRAGMENT(rocketkv_cpu, m) {
   m.def(
       "decode(Tensor query, Tensor? key, Tensor? value, Tensor(a!) kv_cache, Tensor(b!) output, Tensor rows, "
-      "Tensor block_table, int kv_type, float key_scale, float value_scale, int kt_offset, int kt_type, int page_size, "
-      "Tensor? native_layout, float scale, float softcap, int max_tokens, int dense_below, int topk_tokens, "
-      "int sink_tokens, int recent_tokens, bool by_page, bool adaptive) -> ()");
+      "Tensor block_table, int kv_type, float key_scale, float value_scale, int kt_offset, int kt_type, int page_size, bool kt_is_mean, int score_offset, "
+      "Tensor? native_layout, float scale, float softcap, int max_tokens, "
+      "int sink_tokens, int recent_tokens, bool by_page, bool adaptive, int estimator) -> ()");
   m.def(
-      "summarise_pages(Tensor(a!) kv_cache, Tensor pages, int kv_type, int kt_offset, int kt_type, int page_size, "
+      "summarise_pages(Tensor(a!) kv_cache, Tensor pages, int kv_type, int kt_offset, int kt_type, int page_size, bool kt_is_mean, int score_offset, "
       "Tensor native_layout) -> ()");
   m.def("isas() -> str[]", &Isas);
   m.def("isa() -> str", &IsaOp);

@@ -297,7 +297,7 @@ inline void Choose(const DecodeArgs& args, const Row& row, Scratch* s) {
   const int forced = recent > sinks ? sinks + units - recent : units;
   for (int u = 0; u < sinks; ++u) scores[u] = INFINITY;
   for (int u = recent; u < units; ++u) scores[u] = INFINITY;
-  const int budget = int(CeilDiv(args.topk_tokens, unit));
+  const int budget = int(CeilDiv(row.topk_tokens, unit));
   const int count = int(MinI(forced > budget ? forced : budget, units));
   const int chosen = SelectTop(scores, units, count, s->chosen);
   int tokens = 0;

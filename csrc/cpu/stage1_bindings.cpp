@@ -48,11 +48,11 @@ void MergeStats(const ScoreArgs& args, int kv_head) {
 
 at::Tensor KeepTokens(const at::Tensor& window_query, const at::Tensor& kv_cache, const at::Tensor& prompt_blocks,
                       int64_t num_prompt_tokens, int64_t num_kept, int64_t kv_type, double key_scale,
-                      double value_scale, int64_t kt_offset, int64_t kt_type, int64_t page_size,
+                      double value_scale, int64_t kt_offset, int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset,
                       const at::Tensor& native_layout, double scale, double softcap, bool softmax_over_all,
                       int64_t kernel_size, int64_t sink_tokens) {
   ScoreArgs args{};
-  args.cache = MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size);
+  args.cache = MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size, kt_is_mean, score_offset);
   const int64_t num_kv_heads = args.cache.num_kv_heads;
   TORCH_CHECK(window_query.device().is_cpu() && window_query.dim() == 3 && window_query.is_contiguous() &&
                   window_query.size(2) == args.cache.head_size && window_query.size(1) > 0 &&
@@ -118,9 +118,9 @@ at::Tensor KeepTokens(const at::Tensor& window_query, const at::Tensor& kv_cache
 
 void CompactTokens(const at::Tensor& kv_cache, const at::Tensor& prompt_blocks, const at::Tensor& private_blocks,
                    const at::Tensor& kept, int64_t kv_type, double key_scale, double value_scale, int64_t kt_offset,
-                   int64_t kt_type, int64_t page_size, const at::Tensor& native_layout) {
+                   int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset, const at::Tensor& native_layout) {
   CompactArgs args{};
-  args.cache = MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size);
+  args.cache = MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size, kt_is_mean, score_offset);
   args.native = MakeNativeLayout(native_layout, args.cache);
   const int heads = args.cache.num_kv_heads;
   TORCH_CHECK(kept.device().is_cpu() && kept.scalar_type() == at::kInt && kept.dim() == 2 && kept.is_contiguous() &&
@@ -140,7 +140,7 @@ void CompactTokens(const at::Tensor& kv_cache, const at::Tensor& prompt_blocks, 
 }
 
 #define ROCKETKV_CACHE_SCHEMA \
-  "int kv_type, float key_scale, float value_scale, int kt_offset, int kt_type, int page_size, Tensor native_layout"
+  "int kv_type, float key_scale, float value_scale, int kt_offset, int kt_type, int page_size, bool kt_is_mean, int score_offset, Tensor native_layout"
 
 TORCH_LIBRARY_FRAGMENT(rocketkv_cpu, m) {
   m.def(

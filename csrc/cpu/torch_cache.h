@@ -32,7 +32,7 @@ inline Type ModelType(const at::Tensor& tensor, const char* name) {
 // `kv_cache` is vLLM's view [num_blocks, num_kv_heads, block_size, 2 * head_size] of one layer, whose blocks may be
 // further apart than their K and V are long; the KT table lies kt_offset bytes into a block. page_size 0: no KT table.
 inline Cache MakeCache(const at::Tensor& kv_cache, int64_t kv_type, double key_scale, double value_scale,
-                       int64_t kt_offset, int64_t kt_type, int64_t page_size) {
+                       int64_t kt_offset, int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset) {
   TORCH_CHECK(kv_cache.device().is_cpu() && kv_cache.dim() == 4 && kv_cache.numel() > 0 && kv_cache.size(3) % 2 == 0,
               "rocketkv_cpu: kv_cache must be [num_blocks, num_kv_heads, block_size, 2 * head_size] on the CPU, but is ",
               kv_cache.sizes());
@@ -58,6 +58,8 @@ inline Cache MakeCache(const at::Tensor& kv_cache, int64_t kv_type, double key_s
   cache.kt_offset = kt_offset;
   cache.kt_type = TypeOf(kt_type, "kt_type");
   cache.page_size = int(page_size);
+  cache.kt_is_mean = kt_is_mean;
+  cache.score_offset = score_offset;
 
   int64_t used = heads * cache.HeadElements() * item;
   if (page_size != 0) {
@@ -68,6 +70,11 @@ inline Cache MakeCache(const at::Tensor& kv_cache, int64_t kv_type, double key_s
                     cache.block_stride % SizeOf(cache.kt_type) == 0,
                 "rocketkv_cpu: kt_offset must lie behind K and V and be aligned");
     used = kt_offset + heads * 2 * head_size * cache.PagesPerBlock() * SizeOf(cache.kt_type);
+  }
+  if (score_offset != 0) {
+    TORCH_CHECK(score_offset >= used && score_offset % 4 == 0 && cache.block_stride % 4 == 0,
+                "rocketkv_cpu: score_offset must lie behind all else of a block and be aligned");
+    used = score_offset + heads * block_size * int64_t{sizeof(float)};
   }
   const int64_t blocks = kv_cache.size(0);
   TORCH_CHECK(blocks == 1 || cache.block_stride >= used, "rocketkv_cpu: blocks of kv_cache overlap");

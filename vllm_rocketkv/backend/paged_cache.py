@@ -13,7 +13,7 @@ from vllm_rocketkv.backend.metadata import Rows, TouchedPages
 from vllm_rocketkv.backend.parking import ParkedQueries, alias
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.kernels.cpu import TYPES, ops
-from vllm_rocketkv.kernels.options import DecodeOptions
+from vllm_rocketkv.kernels.options import ESTIMATORS, DecodeOptions
 
 KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
 KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -105,7 +105,8 @@ class PagedCache(ParkedQueries):
         kv_type = TYPES[KV_CACHE_DTYPES.get(kv_cache_dtype, kv_cache.dtype)]
         kt_type = TYPES[KT_DTYPES[spec.config.resolved_kt_dtype]]
         page_size = spec.config.page_size if spec.config.selects else 0
-        self._kt = (spec.kt_offset_bytes, kt_type, page_size)
+        is_mean, score_offset = spec.config.selection == "mean", spec.score_offset_bytes
+        self._kt = (spec.kt_offset_bytes, kt_type, page_size, is_mean, score_offset)
         self._format = (kv_type, *scales, *self._kt)
         self._kv_type = kv_type
 
@@ -177,10 +178,9 @@ class PagedCache(ParkedQueries):
             options.scale,
             options.softcap,
             rows.max_num_tokens,
-            options.dense_below,
-            options.topk_tokens,
             options.sink_tokens,
             options.recent_tokens,
             options.by_page,
             options.adaptive,
+            ESTIMATORS.index(options.estimator),
         )

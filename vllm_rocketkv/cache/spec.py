@@ -27,7 +27,8 @@ class RocketKVSpec(FullAttentionSpec):
 
     K and V are as vLLM's kernels lay them out: ``[num_kv_heads, 2, block_size, head_size]`` on CPUs,
     ``[num_kv_heads, block_size, 2 * head_size]`` on GPUs. The KT table, for policies with selection, is
-    ``[num_kv_heads, head_size, 2 (min, max), block_size / page_size]`` in the KT dtype, 64-byte aligned.
+    ``[num_kv_heads, head_size, 2 (min, max), block_size / page_size]`` in the KT dtype, 64-byte aligned. Behind it, for
+    policies that sum up attention, float32 ``[num_kv_heads, block_size]``.
     """
 
     config: RocketKVConfig
@@ -35,7 +36,7 @@ class RocketKVSpec(FullAttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         # A larger page is one that vLLM padded to fit other layers.
-        page_size = self.kt_offset_bytes + self.kt_size_bytes
+        page_size = self.kt_offset_bytes + self.kt_size_bytes + self.score_size_bytes
         object.__setattr__(self, "page_size_padded", max(page_size, self.page_size_padded or 0))
 
     @property
@@ -48,6 +49,15 @@ class RocketKVSpec(FullAttentionSpec):
             return 0
         values = self.num_kv_heads * 2 * (self.block_size // self.config.page_size) * self.head_size
         return round_up(values * _KT_BYTES_PER_VALUE[self.config.resolved_kt_dtype], _ALIGNMENT_BYTES)
+
+    @property
+    def score_offset_bytes(self) -> int:
+        """Where the sums of attention lie, 0 if the policy needs none."""
+        return self.kt_offset_bytes + self.kt_size_bytes if self.config.accumulates else 0
+
+    @property
+    def score_size_bytes(self) -> int:
+        return self.num_kv_heads * self.block_size * 4 if self.config.accumulates else 0
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
         """The same format with other blocks, free of any padding that belonged to the old size."""

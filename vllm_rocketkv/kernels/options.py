@@ -4,6 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Estimator = Literal["hsa", "quest", "mean"]
+ESTIMATORS: tuple[Estimator, ...] = ("hsa", "quest", "mean")
+"""In the order of their codes in the CPU op."""
 
 
 @dataclass(frozen=True)
@@ -19,3 +24,5 @@ class DecodeOptions:
     recent_tokens: int
     by_page: bool
     adaptive: bool
+    estimator: Estimator = "hsa"
+    """How pages are ranked: see ``kernels/reference.py``."""
