@@ -226,7 +226,7 @@ def check_natural_queries(
 ) -> None:
     parts, first_token = [], 0
     for index, num_tokens, length in wanted.dense_parts:
-        if requests[index].num_prompt:  # dummy runs have none
+        if requests[index].num_prompt and config.is_sparse(requests[index].num_prompt, B):  # dummy runs have no prompt
             parts.append([wanted.dense_tokens[first_token], num_tokens, index, 0, length])
         first_token += num_tokens
     if not (config.accumulates and parts):

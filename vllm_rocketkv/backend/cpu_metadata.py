@@ -189,7 +189,7 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
     def _natural_queries(
         self, common: CommonAttentionMetadata, counts: StepCounts, plan_ids: torch.Tensor
     ) -> ScoreParts | None:
-        """All natural tokens of real requests, by request."""
+        """The natural tokens of requests that will be evicted from, by request."""
         assert self.planner is not None
         if counts.num_sparse_tokens:
             parts = counts.num_dense_parts
@@ -201,7 +201,8 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
             requests, first_tokens = torch.arange(common.num_reqs, dtype=torch.int32), starts[:-1]
         lens = starts.diff()
         table = torch.stack([first_tokens, lens, requests, torch.zeros_like(lens), ends], 1)
-        table = table[(lens > 0) & (plan_ids[requests.long()] > 0)]
+        is_sparse = self.planner.prompts.tensor[plan_ids[requests.long()].long(), 0] > 0
+        table = table[(lens > 0) & is_sparse]
         return ScoreParts(table.contiguous(), common.block_table_tensor) if len(table) else None
 
     def _add_windows(
