@@ -32,8 +32,8 @@ def test_snapkv_hands_its_options_to_the_op(softmax):
     calls = []
     cache = SimpleNamespace(keep_tokens=lambda *args, **options: calls.append((args, options)) or "kept")
     policy = SnapKV(SimpleNamespace(window_softmax=softmax, kernel_size=63, sink_tokens=4))
-    assert policy.keep("query", cache, "blocks", 99, 50, 0.25, 30.0) == "kept"
-    options = {"softmax_over_all": softmax == "all", "kernel_size": 63, "sink_tokens": 4}
+    assert policy.keep("query", cache, "blocks", 99, 50, 0.25, 30.0, is_private=True) == "kept"
+    options = {"softmax_over_all": softmax == "all", "kernel_size": 63, "sink_tokens": 4, "is_private": True}
     assert calls == [(("query", "blocks", 99, 50, 0.25, 30.0), options)]
 
 

@@ -5,6 +5,7 @@
 #include "attend.h"
 #include "compact.h"
 #include "estimate.h"
+#include "heavy.h"
 #include "page.h"
 #include "score.h"
 
@@ -69,7 +70,8 @@ SummarisePageFn NativePage(Type kv_type, Type kt_type) {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {ScoreStats, ScoreSum, Keep, Compact, Decode, NativePage};
+const Kernels kKernels = {ScoreStats, ScoreSum,  Keep,   Compact,   HeavyStats,
+                          HeavySum,   KeepHeavy, Decode, NativePage};
 
 }  // namespace ROCKETKV_ISA
 }  // namespace rocketkv
