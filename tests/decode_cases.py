@@ -116,7 +116,14 @@ for _estimator in ("quest", "mean"):
         Case(requests=((1400, 1), (901, 3)), block_size=128, page_size=4, group=1, head_size=80, **_same),
         Case(requests=((1400, 1), (901, 3)), block_size=128, page_size=2, group=8, head_size=256, **_same),
         Case(requests=((700, 1),), block_size=96, page_size=1, dtype=torch.float16, model_dtype=torch.float16, **_same),
-        Case(requests=((300, 1),), block_size=128, dtype=torch.float32, model_dtype=torch.float32, magnitude=99.0, **_same),
+        Case(
+            requests=((300, 1),),
+            block_size=128,
+            dtype=torch.float32,
+            model_dtype=torch.float32,
+            magnitude=99.0,
+            **_same,
+        ),
         Case(requests=((300, 2),), kt_dtype=torch.float8_e5m2, dtype=torch.float8_e4m3fn, num_kv_heads=1, **_same),
         # Rows that read everything beside others that select, each so much of its own.
         Case(requests=((90, 2),) * 9, budgets=((16, 16), (1 << 30, 1 << 30), (60, 88), (4, 89), (5, 0)), **_same),

@@ -225,8 +225,9 @@ class Layer:
         ops.decode(**arguments)
         return arguments["output"]
 
-    def selected(self) -> list[list[list[int]]]:
-        """The tokens that each row's KV heads attend to, once keys are written. Destroys the values."""
+    def selected(self, first_head: int = 0) -> list[list[list[int]]]:
+        """The tokens that each row's KV heads attend to, once keys are written, as the output of a group's heads from this one
+        on tells. Destroys the values."""
         case, step, D = self.case, self.step, self.case.head_size
         H, longest = case.num_kv_heads, max(n for n, _ in case.requests)
         index = torch.arange(D * BITS)
@@ -246,6 +247,7 @@ class Layer:
         for row in step.rows:
             of_heads = []
             for of_group, expected in zip(weights[row.token], row.selected, strict=True):
+                of_group = of_group[first_head:]
                 assert (of_group == of_group[0]).all(), "the heads of a group read the same tokens"
                 of_heads.append(decoded(of_group[0], len(expected)))
             result.append(of_heads)
