@@ -20,12 +20,24 @@ inline float ClampBound<BFloat16>(float bound) {
   return bound > kLargest ? kLargest : bound < -kLargest ? -kLargest : bound;
 }
 
-// The KT entries of one full page: minima rounded down, maxima rounded up (I8). `keys` is its first token in a private
-// block; `entry` the place of the page in dimension 0's minima.
+// The KT entries of one full page: minima rounded down, maxima rounded up (I8), or the mean rounded to nearest in the place
+// of both. `keys` is its first token in a private block; `entry` the place of the page in dimension 0's minima.
 template <class T, class KT>
-inline void SummarisePage(const T* keys, int page_size, int head_size, int pages_per_block, KT* entry) {
+inline void SummarisePage(const Cache& cache, const T* keys, KT* entry) {
+  const int page_size = cache.page_size, head_size = cache.head_size, pages_per_block = cache.PagesPerBlock();
   for (int d = 0; d < head_size; d += kLanes) {
     Vec min = Load(keys + d), max = min;
+    if (cache.kt_is_mean) {
+      Vec sum = min;
+      for (int t = 1; t < page_size; ++t) sum += Load(keys + int64_t{t} * 2 * head_size + d);
+      sum /= Splat(float(page_size));
+      for (int lane = 0; lane < kLanes; ++lane) {
+        KT* of_dim = entry + int64_t{d + lane} * 2 * pages_per_block;
+        FromFloat(ClampBound<KT>(sum[lane]), of_dim);
+        of_dim[pages_per_block] = of_dim[0];
+      }
+      continue;
+    }
     for (int t = 1; t < page_size; ++t) {
       const Vec key = Load(keys + int64_t{t} * 2 * head_size + d);
       min = Min(key, min);
@@ -45,8 +57,7 @@ inline void SummariseBlock(const Cache& cache, int64_t block, int kv_head, int n
   KT* kt = reinterpret_cast<KT*>(cache.KtHead(block, kv_head));
   const int pages = num_tokens / cache.page_size;
   for (int p = 0; p < pages; ++p) {
-    SummarisePage<T, KT>(keys + int64_t{p} * cache.page_size * 2 * cache.head_size, cache.page_size, cache.head_size,
-                         cache.PagesPerBlock(), kt + p);
+    SummarisePage(cache, keys + int64_t{p} * cache.page_size * 2 * cache.head_size, kt + p);
   }
 }
 

@@ -27,7 +27,11 @@ void Estimate(const DecodeArgs& args, const Row&, int, int first_block, int last
 template <class T, class KT>
 void SelectTokens(const DecodeArgs& args, const Row& row, int kv_head, Scratch* s) {
   EstimateNewestPage<T, KT>(args, row, kv_head, s);
-  ScorePages(args, row, s);
+  if (args.estimator == Estimator::kHybrid) {
+    ScorePages(args, row, s);
+  } else {
+    RankPages(args, row, s);
+  }
   Choose(args, row, s);
   if (args.is_private) LocateTokens<T>(args, row, kv_head, s);
 }
