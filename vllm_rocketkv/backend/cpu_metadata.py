@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,7 +136,7 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         counts = self.planner.plan(common, plan_ids)
         metadata = self._split(common, counts) if counts.num_sparse_tokens else self._plain(common)
         if self.planner.config.accumulates:
-            metadata.natural_queries = self._natural_queries(common, counts, plan_ids)
+            metadata.natural_queries = self._natural_queries(common, counts, plan_ids, configs)
         for index in self.planner.window_requests[: counts.num_window_requests].tolist():
             own = configs[index] if configs is not None else None
             self._add_windows(metadata, common, index, own or self.planner.config, int(prompt_lens[index]))
@@ -187,9 +188,13 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         return self.dense_builder.build(0, part)
 
     def _natural_queries(
-        self, common: CommonAttentionMetadata, counts: StepCounts, plan_ids: torch.Tensor
+        self,
+        common: CommonAttentionMetadata,
+        counts: StepCounts,
+        plan_ids: torch.Tensor,
+        configs: Sequence[RocketKVConfig | None] | None,
     ) -> ScoreParts | None:
-        """The natural tokens of requests that will be evicted from, by request."""
+        """The natural tokens of requests under a policy that sums up attention, by request."""
         assert self.planner is not None
         if counts.num_sparse_tokens:
             parts = counts.num_dense_parts
@@ -201,8 +206,11 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
             requests, first_tokens = torch.arange(common.num_reqs, dtype=torch.int32), starts[:-1]
         lens = starts.diff()
         table = torch.stack([first_tokens, lens, requests, torch.zeros_like(lens), ends], 1)
-        is_sparse = self.planner.prompts.tensor[plan_ids[requests.long()].long(), 0] > 0
-        table = table[(lens > 0) & is_sparse]
+        is_real = (lens > 0) & (plan_ids[requests.long()] > 0)
+        if configs is not None:  # others may share their blocks with each other
+            sums = [config is None or config.accumulates for config in configs]
+            is_real &= torch.tensor(sums)[requests.long()]
+        table = table[is_real]
         return ScoreParts(table.contiguous(), common.block_table_tensor) if len(table) else None
 
     def _add_windows(

@@ -173,7 +173,7 @@ class RocketKVGPUMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
             return RocketKVMetadata(self.spec, common.slot_mapping, build_dense(common))
         assert self.config is not None
         step = Step(common, self.prompts, self.config.evicts)
-        windows = step.window_requests(self.config.window_size) if self.config.evicts else []
+        windows = step.window_requests(self.config.eviction_window) if self.config.evicts else []
         is_uniform = is_capture or (
             common.max_query_len <= self.uniform_query_len
             and not windows

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from vllm_rocketkv.backend.base import current_config
-from vllm_rocketkv.backend.metadata import Crossing, RocketKVMetadata, Rows
+from vllm_rocketkv.backend.metadata import Crossing, RocketKVMetadata, Rows, ScoreParts
 from vllm_rocketkv.backend.paged_cache import PagedCache
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.config import RocketKVConfig
@@ -98,8 +98,7 @@ class RocketKVImplBase(ABC):
         keys, values = (key, value) if writes else (None, None)
         paged.decode(query, keys, values, output, rows, is_private, self.decode_options)
         if self.config.accumulates and writes:
-            parts = rows.as_score_parts()
-            paged.accumulate_scores(query, parts, is_private, self.scale, self.decode_options.softcap)
+            self._accumulate(paged, query, rows.as_score_parts(), is_private)
 
     def _paged(self, layer: Any, kv_cache: torch.Tensor, query: torch.Tensor, metadata: RocketKVMetadata) -> PagedCache:
         """This layer's cache, wrapped once. The wrapper is kept by the tensor and goes with it: vLLM profiles with a cache that
@@ -128,11 +127,15 @@ class RocketKVImplBase(ABC):
             self._paged(layer, kv_cache, query, metadata).park(part.parking_blocks, part.index, query[part.tokens])
         if metadata.natural_queries is not None:
             paged = self._paged(layer, kv_cache, query, metadata)
-            paged.accumulate_scores(query, metadata.natural_queries, False, self.scale, self.decode_options.softcap)
+            self._accumulate(paged, query, metadata.natural_queries, is_private=False)
         for crossing, window in zip(metadata.crossings, windows, strict=True):
             self._evict(self._paged(layer, kv_cache, query, metadata), crossing, window)
         if metadata.touched_pages is not None:
             self._paged(layer, kv_cache, query, metadata).summarise(metadata.touched_pages)
+
+    def _accumulate(self, paged: PagedCache, query: torch.Tensor, parts: ScoreParts, is_private: bool) -> None:
+        softcap = self.decode_options.softcap
+        paged.accumulate_scores(query, parts.table, parts.block_table, is_private, self.scale, softcap)
 
     def _dense(
         self,
