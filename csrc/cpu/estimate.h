@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stage 2, first half: from the KT table to the tokens that a row attends to (hybrid sparse attention, arXiv 2502.14051,
-// section 3.4; the formulas are in vllm_rocketkv/kernels/reference.py, hsa_scores and hsa_choose), and two other ways to
-// rank pages, by one query of the whole group (quest_scores, mean_scores).
+// section 3.4; the formulas are in vllm_rocketkv/kernels/reference.py, hsa_scores and hsa_choose), and two other ways
+// to rank pages, by one query of the whole group (quest_scores, mean_scores).
 #pragma once
 
 #include "decode_args.h"
@@ -121,7 +121,7 @@ inline void PrepareCombined(const DecodeArgs& args, Scratch* s) {
       read(2 * d, of_min);
       read(2 * d + 1, of_max);
     } else {
-      read(2 * d, sum / group);  // the maximum's place holds the mean, too
+      read(2 * d, sum / group);  // the mean, which lies in the place of both
     }
   }
   // In bfloat16 without rounding: one part if all factors have so few digits, else three.
