@@ -208,8 +208,9 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         table = torch.stack([first_tokens, lens, requests, torch.zeros_like(lens), ends], 1)
         is_real = (lens > 0) & (plan_ids[requests.long()] > 0)
         if configs is not None:  # others may share their blocks with each other
-            sums = [config is None or config.accumulates for config in configs]
-            is_real &= torch.tensor(sums)[requests.long()]
+            sums = torch.zeros(common.num_reqs, dtype=torch.bool)
+            sums[: len(configs)] = torch.tensor([config is None or config.accumulates for config in configs])
+            is_real &= sums[requests.long()]
         table = table[is_real]
         return ScoreParts(table.contiguous(), common.block_table_tensor) if len(table) else None
 
