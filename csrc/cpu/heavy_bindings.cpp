@@ -78,9 +78,9 @@ void AccumulateScores(const at::Tensor& query, const at::Tensor& kv_cache, const
 
   std::vector<QueryArgs> of_part(parts.size(0), args);
   std::vector<int64_t> first_norm(parts.size(0));
-  std::vector<Unit> stats, sums;
+  std::vector<Unit> few, stats, sums;
   std::vector<bool> is_used(kv_cache.size(0));
-  int64_t rows = 0;
+  int64_t rows = 0, scratch_floats = kHeavyRows * 2 * (kMaxLanes + 1);
   for (int64_t i = 0; i < parts.size(0); ++i) {
     const Part& part = reinterpret_cast<const Part*>(parts.const_data_ptr<int32_t>())[i];
     QueryArgs& of = of_part[i];
@@ -90,6 +90,11 @@ void AccumulateScores(const at::Tensor& query, const at::Tensor& kv_cache, const
                part.first_token * args.query_stride * int64_t(query.element_size());
     of.num_queries = part.num_tokens;
     of.num_tokens = part.end;
+    if (of.IsFew()) {
+      for (int h = 0; h < heads; ++h) few.push_back({int32_t(i), h, 0});
+      scratch_floats = std::max(scratch_floats, int64_t{of.PaddedRows()} * of.PaddedTokens());
+      continue;
+    }
     first_norm[i] = rows * heads;
     rows += of.PaddedRows();
     for (int h = 0; h < heads; ++h) {
@@ -103,7 +108,7 @@ void AccumulateScores(const at::Tensor& query, const at::Tensor& kv_cache, const
   std::reverse(stats.begin(), stats.end());
 
   const int threads = at::get_num_threads();
-  const int64_t scratch_floats = int64_t{kTileTokens} * dim + kHeavyRows * 2 * (kMaxLanes + 1);
+  scratch_floats += int64_t{kTileTokens} * dim;
   const at::TensorOptions floats = at::TensorOptions().dtype(at::kFloat);
   at::Tensor all_norms = at::empty({rows * heads, 2}, floats), scratch = at::empty({threads, scratch_floats}, floats);
   float* const scratch_of_all = scratch.mutable_data_ptr<float>();
@@ -115,6 +120,8 @@ void AccumulateScores(const at::Tensor& query, const at::Tensor& kv_cache, const
 #pragma omp parallel num_threads(threads)
   {
     float* of_thread = scratch_of_all + omp_get_thread_num() * scratch_floats;
+#pragma omp for schedule(dynamic) nowait
+    for (size_t i = 0; i < few.size(); ++i) table.heavy_few(of_part[few[i].part], few[i].kv_head, of_thread);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < stats.size(); ++i) {
       table.heavy_stats(of_part[stats[i].part], stats[i].kv_head, stats[i].index, norms(stats[i]), of_thread);

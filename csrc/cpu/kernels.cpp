@@ -74,8 +74,8 @@ SummarisePageFn NativePage(Type kv_type, Type kt_type) {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {ScoreStats, ScoreSum,  Keep,   Compact,   HeavyStats,
-                          HeavySum,   KeepHeavy, Decode, NativePage};
+const Kernels kKernels = {ScoreStats, ScoreSum, Keep,      Compact, HeavyStats,
+                          HeavySum,   HeavyFew, KeepHeavy, Decode,  NativePage};
 
 }  // namespace ROCKETKV_ISA
 }  // namespace rocketkv

@@ -14,6 +14,7 @@ struct Kernels {
   CompactFn compact;
   HeavyStatsFn heavy_stats;
   HeavySumFn heavy_sum;
+  HeavyFewFn heavy_few;
   KeepHeavyFn keep_heavy;
   DecodeKernels (*decode)(Type kv_type, Type kt_type);
   SummarisePageFn (*summarise_native_page)(Type kv_type, Type kt_type);

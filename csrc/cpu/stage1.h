@@ -15,6 +15,8 @@ constexpr int kTileTokens = 64;
 constexpr int kRowsAtOnce = 4;
 constexpr int kScoreRunTokens = 512;  // keys whose scoring is one unit of split work
 constexpr int kHeavyRows = 128;       // rows whose normalisation is one unit, when attention is summed up
+constexpr int kFewRows = 32;          // up to so many, weights are kept and not computed twice: decoded tokens
+constexpr int64_t kFewWeights = 1 << 18;
 constexpr int kMaxHeadSize = 256;
 constexpr int kMaxLanes = 16;
 
@@ -53,6 +55,8 @@ struct QueryArgs {
     const int causal = Prefix() + row / Group() + 1;
     return !over_all ? Prefix() : causal < num_tokens ? causal : num_tokens;
   }
+  int PaddedTokens() const { return (num_tokens + kTileTokens - 1) / kTileTokens * kTileTokens; }
+  bool IsFew() const { return PaddedRows() <= kFewRows && int64_t{PaddedRows()} * PaddedTokens() <= kFewWeights; }
   // The first row, rounded down to a multiple of kRowsAtOnce, that sees this key.
   int FirstRow(int token) const {
     return token <= Prefix() ? 0 : (token - Prefix()) * Group() / kRowsAtOnce * kRowsAtOnce;
@@ -112,9 +116,11 @@ using KeepFn = void (*)(const ScoreArgs&, int kv_head, float* scratch);
 using CompactFn = void (*)(const CompactArgs&, int kv_head, int private_block_index);
 
 // Sums of attention, over_all: heavy_stats for each kHeavyRows rows, which fills norms [PaddedRows()][2] of the KV head,
-// maximum and 1 / sum; then heavy_sum for each kScoreRunTokens tokens. keep_heavy chooses by them.
+// maximum and 1 / sum; then heavy_sum for each kScoreRunTokens tokens. Where IsFew(), heavy_few does both. keep_heavy
+// chooses by them.
 using HeavyStatsFn = void (*)(const QueryArgs&, int kv_head, int first_row, float* norms, float* scratch);
 using HeavySumFn = void (*)(const QueryArgs&, int kv_head, int run, const float* norms, float* scratch);
+using HeavyFewFn = void (*)(const QueryArgs&, int kv_head, float* scratch);
 using KeepHeavyFn = void (*)(const KeepHeavyArgs&, int kv_head, float* scratch);  // scratch [num_tokens]
 
 }  // namespace rocketkv
