@@ -323,7 +323,8 @@ def test_off_gives_the_dense_tokens(
 ) -> None:
     from vllm import SamplingParams
 
-    prompts = [prompt for prompt, _ in needles[:4]]
+    # The fourth is no use: whether a full stop follows the answer is a tie that compiled and eager kernels break differently.
+    prompts = [prompt for prompt, _ in needles[:3]]
     plain = make_engine()
     params = SamplingParams(temperature=0, max_tokens=demo_document.ANSWER_TOKENS)
     dense = [output.outputs[0].text for output in plain.generate(prompts, params)]
