@@ -69,8 +69,9 @@ class RocketKVGPUImpl(RocketKVImplBase):
         for num_tokens in (CHUNK // 2, 2 * CHUNK):  # top-k takes one launch or several
             num_kept = config.window_size + block_size
             null = torch.zeros(num_tokens // block_size + 1, dtype=torch.int32, device=device)
-            kept = self._policy(config).keep(  # type: ignore[arg-type]
-                query, paged, null, num_tokens, num_kept, self.scale, self.logits_soft_cap or 0.0
+            cache: Any = paged
+            kept = self._policy(config).keep(
+                query, cache, null, num_tokens, num_kept, self.scale, self.decode_options.softcap
             )
             paged.compact(null, null, kept)
 

@@ -36,6 +36,6 @@ class EvictionPolicy(ABC):
 
         ``window_query`` [W, Hq, D]: queries of the last W tokens, W = min(``config.eviction_window``, N). ``cache`` holds the
         keys of all N = ``num_tokens`` tokens in ``blocks`` [ceil(N / block_size)]: a whole prompt's or, with ``is_private``,
-        private ones; positions are counted in them. ``scale`` multiplies q.k; ``softcap`` > 0 caps it as the model does. Returns int32
-        [Hkv, num_kept], ascending; everything if ``num_kept`` >= N.
+        private ones; positions are counted in them. ``scale`` multiplies q.k; ``softcap`` > 0 caps it as the model does. Returns
+        int32 [Hkv, num_kept], ascending; everything if ``num_kept`` >= N.
         """
