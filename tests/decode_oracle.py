@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from vllm_rocketkv.kernels import reference
+from vllm_rocketkv.kernels.options import Estimator
 
 NEAR = 2e-5
 """Relative difference of two float64 scores that float32 need not tell apart."""
 LEAST = 1e-30
 """Scores below this are as good as none."""
+NEAR_SUM = 4e-6
+"""The same of sums whose terms have both signs, relative to the sum of their absolute values."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class DecodeCase:
     topr: int | None = None
     topk: int = 50
     dense_below: int = 50
+    estimator: Estimator = "hsa"
     by_page: bool = False
     adaptive: bool = True
     sinks: int = 0
@@ -61,6 +65,10 @@ class DecodeCase:
     def scales(self) -> tuple[float, float]:
         return (0.37, 1.7) if self.dtype.itemsize == 1 else (1.0, 1.0)
 
+    def budget(self, request: int) -> tuple[int, int]:
+        """``topk`` and ``dense_below`` of a request."""
+        return self.topk, self.dense_below
+
     def is_dense(self, num_tokens: int) -> bool:
         """A row of so many tokens reads all of them."""
         return num_tokens <= self.dense_below or not self.page_size
@@ -82,17 +90,24 @@ class Row:
     request: int
     num_tokens: int
     token: int
+    topk: int
+    dense_below: int
     scores: Tensor | None = None  # the reference's, [Hkv, pages]
+    slack: Tensor | None = None  # [Hkv] difference of two scores that float32 need not tell apart; None: NEAR of them
     selected: list[list[int]] = field(default_factory=list)
 
 
 def rows_of(case: DecodeCase, tokens: Sequence[int]) -> list[Row]:
     places = iter(tokens)
-    return [Row(r, n - rows + 1 + i, next(places)) for r, (n, rows) in enumerate(case.requests) for i in range(rows)]
+    return [
+        Row(r, n - rows + 1 + i, next(places), *case.budget(r))
+        for r, (n, rows) in enumerate(case.requests)
+        for i in range(rows)
+    ]
 
 
 def rows_table(case: DecodeCase, rows: Sequence[Row], table_row: list[int], first_block: list[int]) -> Tensor:
-    """``Rows.table``, of requests whose blocks begin at these places in the block table."""
+    """What all devices' kernels are told of rows, of requests whose blocks begin at these places in the block table."""
     topr = case.head_size if case.topr is None else case.topr
     table = []
     for row in rows:
@@ -108,29 +123,47 @@ def rows_table(case: DecodeCase, rows: Sequence[Row], table_row: list[int], firs
 def choose_for_rows(
     case: DecodeCase, rows: Sequence[Row], query: Tensor, bounds: Callable[[int, int], tuple[Tensor, Tensor]]
 ) -> None:
-    """Set the rows' scores and selected tokens. ``bounds``: of a request's first n keys, as numbers, by page."""
-    temperature = "adaptive" if case.adaptive else "constant"
+    """Set the rows' scores and selected tokens. ``bounds``: of a request's first n keys, as numbers, by page; where pages
+    are ranked by means, these, twice."""
     for row in rows:
         n = row.num_tokens
-        if case.is_dense(n):
+        if n <= row.dense_below or not case.page_size:
             row.selected = [list(range(n))] * case.num_kv_heads
             continue
         low, high = bounds(row.request, n)
-        scores = reference.hsa_scores(query[row.token], low, high, n, case.page_size, case.topr, temperature)
-        row.scores = with_exact_ties(scores)
-        row.selected = choose(case, row.scores, n)
+        scores, terms = score(case, query[row.token], low, high, n)
+        row.slack = None if terms is None else NEAR_SUM * terms
+        row.scores = with_exact_ties(scores, terms)
+        row.selected = choose(case, row.scores, n, row.topk)
 
 
-def choose(case: DecodeCase, scores: Tensor, n: int) -> list[list[int]]:
-    granularity = "page" if case.by_page else "token"
-    return reference.hsa_choose(scores, n, case.page_size, case.topk, granularity, case.sinks, case.recent)
+def score(case: DecodeCase, query: Tensor, low: Tensor, high: Tensor, n: int) -> tuple[Tensor, Tensor | None]:
+    """The reference's scores of pages, and where these can be negative the largest sum of their terms' magnitudes ``[Hkv]``."""
+    if case.estimator == "hsa":
+        temperature = "adaptive" if case.adaptive else "constant"
+        return reference.hsa_scores(query, low, high, n, case.page_size, case.topr, temperature), None
+    groups = query.double().unflatten(0, (case.num_kv_heads, -1))
+    if case.estimator == "quest":
+        factors = groups.abs().sum(1)
+        scores = reference.quest_scores(query, low, high, n, case.page_size)
+    else:
+        factors = groups.mean(1).abs()
+        scores = reference.mean_scores(query, low, n, case.page_size)
+    largest = torch.maximum(low.double().abs(), high.double().abs()).clamp(max=2.0**64)
+    return scores, (largest @ factors[..., None]).amax((1, 2))
 
 
-def with_exact_ties(scores: Tensor) -> Tensor:
-    """Scores that differ by float64's rounding alone made equal."""
+def choose(case: DecodeCase, scores: Tensor, n: int, topk: int | None = None) -> list[list[int]]:
+    granularity, topk = "page" if case.by_page else "token", case.topk if topk is None else topk
+    return reference.hsa_choose(scores, n, case.page_size, topk, granularity, case.sinks, case.recent)
+
+
+def with_exact_ties(scores: Tensor, terms: Tensor | None = None) -> Tensor:
+    """Scores that differ by float64's rounding alone made equal. ``terms`` [Hkv]: magnitudes of what the scores are sums of;
+    None: the scores'."""
     ordered, order = scores.sort(-1)
     is_tied = torch.zeros_like(ordered, dtype=torch.bool)
-    is_tied[..., 1:] = ordered.diff() <= 1e-9 * ordered[..., 1:]
+    is_tied[..., 1:] = ordered.diff() <= (1e-9 * ordered[..., 1:] if terms is None else 1e-12 * terms[:, None])
     first = torch.arange(ordered.shape[-1]).masked_fill(is_tied, 0).cummax(-1).values
     return torch.empty_like(scores).scatter_(-1, order, ordered.gather(-1, first))
 
@@ -157,7 +190,8 @@ def assert_equally_good(case: DecodeCase, row: Row, selected: list[list[int]]) -
             assert ours == [t for t in range(n) if t // page in {t // page for t in ours}], "whole pages are read"
         for token, other in itertools.product(swapped_in, swapped_out):
             a, b = float(row.scores[head, token // page]), float(row.scores[head, other // page])
-            assert abs(a - b) <= NEAR * max(a, b) + LEAST, f"head {head} reads {token} ({a}), not {other} ({b})"
+            slack = NEAR * max(a, b) if row.slack is None else float(row.slack[head])
+            assert abs(a - b) <= slack + LEAST, f"head {head} reads {token} ({a}), not {other} ({b})"
     return differ
 
 
@@ -177,5 +211,6 @@ def clear_heads(case: DecodeCase, row: Row) -> list[bool]:
         taken = [scores[t // page] for t in set(selected) - forced]
         edge = min(taken, default=0.0)
         others = [scores[p] for p in {t // page for t in free}] if 0 < len(taken) < len(free) else []
-        result.append(not any(s != edge and abs(s - edge) <= NEAR * edge + LEAST for s in others))
+        slack = (NEAR * edge if row.slack is None else float(row.slack[len(result)])) + LEAST
+        result.append(not any(s != edge and abs(s - edge) <= slack for s in others))
     return result

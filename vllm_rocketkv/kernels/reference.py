@@ -2,7 +2,8 @@
 """The truth: RocketKV (arXiv 2502.14051) in plain PyTorch, one request at a time, unpaged, straight from the formulas.
 
 Nothing here is fast and nothing here is shared with the implementations that are tested against it. All arithmetic is
-float64, so that a score's error is far below that of the float32 code under test.
+float64, so that a score's error is far below that of the float32 code under test. What is stored is the exception: its last bit
+is part of the format, so ``page_means`` says in which order float32 adds.
 
 ======  =================================================================================
 ``N``   keys of the request, tokens (``n``: keys cached at a decode step)
@@ -248,3 +249,54 @@ def hsa_select(
     """Both halves of hybrid sparse attention's selection: ``hsa_scores``, then ``hsa_choose``."""
     scores = hsa_scores(query, page_min, page_max, num_tokens, page_size, topr, temperature)
     return hsa_choose(scores, num_tokens, page_size, topk_tokens, granularity, sink_tokens, recent_tokens)
+
+
+# ------------------------------------------------------- other ways to rank pages; ``hsa_choose`` takes their scores, too
+
+
+def quest_scores(query: Tensor, page_min: Tensor, page_max: Tensor, num_tokens: int, page_size: int) -> Tensor:
+    """Quest (arXiv 2406.10774, section 3.2): the largest q . k that a page's bounds allow, summed over the group's heads.
+
+    ``query`` [Hq, D]; ``page_min``, ``page_max`` [Hkv, pages, D]; returns float64 [Hkv, ceil(num_tokens / page_size)], of any
+    sign. A page's bound for one query head is sum over all dimensions of max(q_d min_d, q_d max_d). The paper chooses pages for
+    each query head; the sum chooses them for a KV head, whose keys are read once for the group. Bounds are clamped to +-2^64
+    as in ``hsa_scores``. Quest takes the best ceil(topk_tokens / page_size) pages and forces none.
+    """
+    Hkv = page_min.shape[0]
+    num_pages = -(-num_tokens // page_size)
+    scores = torch.zeros(Hkv, num_pages, dtype=torch.float64)
+    for kv_head, group in enumerate(query.double().chunk(Hkv)):
+        low, high = (x[kv_head, :num_pages].double().clamp(-(2.0**64), 2.0**64) for x in (page_min, page_max))
+        for q in group:
+            scores[kv_head] += torch.maximum(q * low, q * high).sum(1)
+    return scores
+
+
+def page_means(keys: Tensor, page_size: int, dtype: torch.dtype) -> Tensor:
+    """Mean of the keys of each page of ``page_size`` tokens, of its real tokens if the last page is partly filled.
+
+    ``keys`` [n, Hkv, D]; returns [Hkv, ceil(n / page_size), D] of ``dtype``. The sum is float32's, from the first token to the
+    last, divided by their number and rounded to nearest in ``dtype``.
+    """
+    n, Hkv, D = keys.shape
+    num_pages = -(-n // page_size)
+    means = torch.empty(Hkv, num_pages, D, dtype=dtype)
+    for page in range(num_pages):
+        first, *others = keys[page * page_size : (page + 1) * page_size].float()
+        total = first
+        for key in others:
+            total = total + key
+        means[:, page] = (total / (1 + len(others))).to(dtype)
+    return means
+
+
+def mean_scores(query: Tensor, page_mean: Tensor, num_tokens: int, page_size: int) -> Tensor:
+    """The tutorial's estimate (preset ``blog``): the group's mean query times the mean of a page's keys, all dimensions.
+
+    ``query`` [Hq, D]; ``page_mean`` [Hkv, pages, D] (``page_means``); returns float64 [Hkv, ceil(num_tokens / page_size)], of
+    any sign. A mean beyond +-2^64 counts as that, as bounds do in ``hsa_scores``. No page is forced.
+    """
+    Hkv = page_mean.shape[0]
+    num_pages = -(-num_tokens // page_size)
+    means = page_mean[:, :num_pages].double().clamp(-(2.0**64), 2.0**64)
+    return torch.stack([means[h] @ group.mean(0) for h, group in enumerate(query.double().chunk(Hkv))])
