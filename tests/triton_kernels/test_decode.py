@@ -304,14 +304,18 @@ def test_the_mean_and_quests_bound_see_every_dimension_and_head(estimator: Estim
 
 @pytest.mark.parametrize("estimator", SUM_ESTIMATORS)
 def test_a_score_that_is_not_a_number_ranks_last(estimator: Estimator) -> None:
-    """A NaN in one head's query makes all scores of its group NaN: the lowest tokens are read."""
-    case = Case(requests=((150, 1),), topk=22, dense_below=0, estimator=estimator)
-    query = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1))
-    query[0, 1, 5] = torch.nan
-    step = FusedStep(case, query=query)
+    """An infinite query makes scores infinite, but of pages whose keys are 0 there: those scores are none. A query that is not a
+    number makes all scores none."""
+    case = Case(requests=((150, 1),), topk=20, dense_below=0, by_page=True, estimator=estimator)
+    keys = torch.randn(150, 2, 64, generator=torch.Generator().manual_seed(1))
+    keys[:, 0, 5] = 1.0
+    keys[4:8, 0, 5] = keys[12:16, 0, 5] = 0.0
+    query = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
+    query[0, 1, 5] = torch.inf
+    query[0, 4, 5] = torch.nan
+    step = FusedStep(case, [keys], query)
     step.decode()
-    assert step.selected(0)[0] == list(range(22))
-    assert step.selected(0)[1] == step.rows[0].selected[1] != list(range(22))
+    assert step.selected(0) == [[*range(4), *range(8, 12), *range(16, 28)], list(range(20))]
 
 
 def test_a_workspace_is_of_one_estimator() -> None:
