@@ -11,6 +11,7 @@ from benchmarks.kernels import BLOCK, HEAD_DIM, HEADS, KV_HEADS, Case, copies_fo
 from vllm_rocketkv.backend.paged_cache import probe_block_layout
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels.cpu import TYPES, ops
+from vllm_rocketkv.kernels.options import ESTIMATORS, Estimator
 from vllm_rocketkv.layout import ceil_div
 
 CONFIG = RocketKVConfig.parse({})
@@ -29,7 +30,7 @@ def make_cache(num_blocks: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
         (stride, BLOCK * 2 * HEAD_DIM, 2 * HEAD_DIM, 1),
     )
     bf16 = TYPES[torch.bfloat16]
-    return cache, (bf16, 1.0, 1.0, KV_BYTES, bf16, PAGE)
+    return cache, (bf16, 1.0, 1.0, KV_BYTES, bf16, PAGE, False, 0)
 
 
 def scattered(num_blocks: int) -> torch.Tensor:
@@ -56,28 +57,28 @@ for _run_bytes in (1 << 10, 16 << 10, 256 << 10):  # a page's keys and values ar
     kernel(f"read 3 MiB in runs of {_run_bytes >> 10} KiB")(lambda run_bytes=_run_bytes: read_case(run_bytes))  # type: ignore[misc]
 
 
-def decode_case(length: int, batch: int, topk: int) -> Case:
+def decode_case(length: int, batch: int, topk: int, estimator: Estimator = "hsa") -> Case:
     """The decode op for ``batch`` requests of ``length`` private tokens; ``topk`` >= ``length`` reads all of them."""
     blocks_each = ceil_div(length, BLOCK)
     copies = copies_for(batch * blocks_each * (KV_BYTES + KT_BYTES))
     cache, layout = make_cache(copies * batch * blocks_each)
     tables = scattered(copies * batch * blocks_each).view(copies, batch, blocks_each)
     # One request in four fills a page in a step.
-    rows = torch.tensor([[i, i, 0, length - i % PAGE, HEAD_DIM, 0] for i in range(batch)], dtype=torch.int32)
+    table_of_rows = [[i, i, 0, length - i % PAGE, HEAD_DIM, 0, topk, topk, 0] for i in range(batch)]
+    rows = torch.tensor(table_of_rows, dtype=torch.int32)
     query = torch.randn(batch, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     key, value = torch.randn(2, batch, KV_HEADS, HEAD_DIM).to(torch.bfloat16)
     output = torch.empty_like(query)
-    selection = (CONFIG.sink_tokens, CONFIG.recent_tokens, True, True)
+    selection = (CONFIG.sink_tokens, CONFIG.recent_tokens, True, True, ESTIMATORS.index(estimator))
+    layout = (*layout[:-2], estimator == "mean", 0)
 
     def call(copy: int) -> None:
         table = tables[copy]
-        below = topk
-        ops.decode(
-            query, key, value, cache, output, rows, table, *layout, None, SCALE, 0.0, length, below, topk, *selection
-        )
+        ops.decode(query, key, value, cache, output, rows, table, *layout, None, SCALE, 0.0, length, *selection)
 
     attended = min(topk, length)
-    kt = 0 if topk >= length else ceil_div(length, PAGE) * HEAD_DIM * 2  # one of minimum and maximum
+    # One of minimum and maximum; quest reads both where the heads' signs differ, nearly everywhere.
+    kt = 0 if topk >= length else ceil_div(length, PAGE) * HEAD_DIM * 2 * (2 if estimator == "quest" else 1)
     written = HEAD_DIM * 2 * 2 + HEAD_DIM * 2 * 2 // PAGE  # K and V, and now and then a KT entry
     return Case(call, copies, batch * KV_HEADS * (kt + attended * HEAD_DIM * 2 * 2 + written))
 
@@ -89,6 +90,14 @@ def _register_decode(length: int, batch: int) -> None:
 
 for _length, _batch in ((512, 8), (1024, 8), (2048, 8), (2048, 1), (8192, 8)):
     _register_decode(_length, _batch)
+
+
+def _register_ranking(estimator: Estimator) -> None:
+    kernel(f"fused decode by {estimator}, batch 8, P 2048, top-k {TOPK}")(lambda: decode_case(2048, 8, TOPK, estimator))
+
+
+_register_ranking("quest")
+_register_ranking("mean")
 
 
 def _stage1(num_tokens: int) -> tuple[torch.Tensor, tuple[Any, ...], torch.Tensor, torch.Tensor, int]:

@@ -20,13 +20,17 @@ KT_TYPES = [torch.bfloat16, torch.float8_e5m2]
 @dataclass(frozen=True)
 class Case(DecodeCase):
     requests: tuple[tuple[int, int], ...] = ((317, 1), (64, 1), (201, 4))
+    budgets: tuple[tuple[int, int], ...] = ()  # topk and dense_below of each request in turn; else the case's
     native: str = ""  # vLLM's layout of that name; else private blocks
     is_shared: bool = False  # another layer has written the cache
     is_fused: bool = False  # query, key and value are slices of one tensor
 
     @property
     def details(self) -> list[str]:
-        return [self.native or "private"]
+        return [self.native or "private", *([self.estimator] if self.estimator != "hsa" else [])]
+
+    def budget(self, request: int) -> tuple[int, int]:
+        return self.budgets[request % len(self.budgets)] if self.budgets else super().budget(request)
 
     @property
     def is_written(self) -> bool:
@@ -49,6 +53,8 @@ def generated_cases(count: int) -> list[Case]:
         "topr": [None, None, 1, 7, 16, 31],
         "topk": [7, 16, 33, 100, 550],
         **OPTION_AXES,
+        "estimator": ["hsa", "quest", "hsa", "mean"],
+        "budgets": [(), (), (), ((16, 40), (50, 1 << 30), (7, 0))],
         "native": ["", "", "vec", "vec16"],
         "is_shared": [False, False, False, True],
         "is_fused": [True, False],
@@ -86,7 +92,7 @@ def generated_cases(count: int) -> list[Case]:
     return cases
 
 
-CASES = generated_cases(60)
+CASES = generated_cases(100)
 EDGES = [
     Case(page_size=0, requests=((700, 1), (1, 1), (40, 3))),  # no KT table: everything is read
     Case(requests=((513, 1),), num_kv_heads=1, group=1),  # one unit
@@ -102,3 +108,26 @@ EDGES = [
     Case(requests=((1400, 1),), block_size=96, page_size=2, kt_dtype=torch.float8_e5m2, dtype=torch.float8_e5m2),
     Case(requests=((900, 2),), dtype=torch.float32, model_dtype=torch.float32, magnitude=2000.0),
 ]
+for _estimator in ("quest", "mean"):
+    _same: dict[str, Any] = {"estimator": _estimator, "by_page": True, "topk": 40, "dense_below": 40}
+    EDGES += [
+        # 32 pages a block and a multiple of it, one head and several: with bfloat16 bounds pairs of rows are multiplied, of
+        # one or three parts of a query.
+        Case(requests=((1400, 1), (901, 3)), block_size=128, page_size=4, group=1, head_size=80, **_same),
+        Case(requests=((1400, 1), (901, 3)), block_size=128, page_size=2, group=8, head_size=256, **_same),
+        Case(requests=((700, 1),), block_size=96, page_size=1, dtype=torch.float16, model_dtype=torch.float16, **_same),
+        Case(
+            requests=((300, 1),),
+            block_size=128,
+            dtype=torch.float32,
+            model_dtype=torch.float32,
+            magnitude=99.0,
+            **_same,
+        ),
+        Case(requests=((300, 2),), kt_dtype=torch.float8_e5m2, dtype=torch.float8_e4m3fn, num_kv_heads=1, **_same),
+        # Rows that read everything beside others that select, each so much of its own.
+        Case(requests=((90, 2),) * 9, budgets=((16, 16), (1 << 30, 1 << 30), (60, 88), (4, 89), (5, 0)), **_same),
+        Case(requests=((160, 1),) * 20, group=1, num_kv_heads=1, **_same),  # more units than threads
+        Case(requests=((90, 33), (70, 70)), page_size=16, **_same),  # the rows of several pages
+        Case(requests=((5, 1), (6, 1), (3, 1)), **(_same | {"topk": 1, "dense_below": 0})),
+    ]

@@ -18,6 +18,7 @@ from tests.decode_cases import Case
 from tests.decode_oracle import Row, choose_for_rows, rows_of, rows_table
 from vllm_rocketkv.kernels import reference
 from vllm_rocketkv.kernels.cpu import TYPES, ops
+from vllm_rocketkv.kernels.options import ESTIMATORS
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 VLLM_NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
@@ -127,11 +128,11 @@ class Step:
             heads[block[:, None], h, where] = numbers[:, h].contiguous().view(heads.dtype)
 
     def put_pages(self, raw: Tensor, request: int, pages: Tensor) -> None:
-        """Store the bounds of full pages."""
+        """Store the bounds, or means, of full pages."""
         page, block_size = self.case.page_size, self.case.block_size
         if len(pages):
             keys = self.keys[request][pages[0] * page : (pages[-1] + 1) * page].double()
-            low, high = reference.page_summaries(keys, page, self.case.kt_dtype)
+            low, high = self._summaries(keys)
             block, offset = self.place(request, pages * page)
             bounds = torch.stack([low.double(), high.double()], 3).to(self.case.kt_dtype)  # [H, pages, D, 2]
             kt = self.kt(raw).view(INTEGERS[self.case.kt_dtype.itemsize])
@@ -151,9 +152,16 @@ class Step:
                 if case.page_size:
                     self.put_pages(raw, r, torch.arange(count // case.page_size))
 
+    def _summaries(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """What a page's two entries hold."""
+        page, kt_dtype = self.case.page_size, self.case.kt_dtype
+        if self.case.estimator == "mean":
+            return (reference.page_means(keys, page, kt_dtype),) * 2
+        return reference.page_summaries(keys, page, kt_dtype)
+
     def _bounds(self, request: int, n: int) -> tuple[Tensor, Tensor]:
         keys = self.keys[request][:n].double()
-        low, high = reference.page_summaries(keys, self.case.page_size, self.case.kt_dtype)
+        low, high = self._summaries(keys)
         return low.double() * self.key_scale, high.double() * self.key_scale
 
 
@@ -177,7 +185,9 @@ class Layer:
     def table(self) -> Tensor:
         """All rows, as the op takes them."""
         step = self.step
-        return rows_table(self.case, step.rows, step.table_row, step.first_block)
+        table = rows_table(self.case, step.rows, step.table_row, step.first_block)
+        budgets = [[row.topk, row.dense_below, i % 3] for i, row in enumerate(step.rows)]
+        return torch.cat([table, torch.tensor(budgets, dtype=torch.int32)], 1)
 
     def arguments(self, **other: Any) -> dict[str, Any]:
         case, step = self.case, self.step
@@ -195,16 +205,17 @@ class Layer:
             "kt_offset": step.kt_offset,
             "kt_type": TYPES[case.kt_dtype],
             "page_size": case.page_size,
+            "kt_is_mean": case.estimator == "mean",
+            "score_offset": 0,
             "native_layout": step.native_layout,
             "scale": case.scale,
             "softcap": case.softcap,
             "max_tokens": max(n for n, _ in case.requests),
-            "dense_below": case.dense_below,
-            "topk_tokens": case.topk,
             "sink_tokens": case.sinks,
             "recent_tokens": case.recent,
             "by_page": case.by_page,
             "adaptive": case.adaptive,
+            "estimator": ESTIMATORS.index(case.estimator),
         }
         assert other.keys() <= arguments.keys()
         return arguments | other
@@ -214,8 +225,9 @@ class Layer:
         ops.decode(**arguments)
         return arguments["output"]
 
-    def selected(self) -> list[list[list[int]]]:
-        """The tokens that each row's KV heads attend to, once keys are written. Destroys the values."""
+    def selected(self, first_head: int = 0) -> list[list[list[int]]]:
+        """The tokens that each row's KV heads attend to, once keys are written, as the output of a group's heads from this one
+        on tells. Destroys the values."""
         case, step, D = self.case, self.step, self.case.head_size
         H, longest = case.num_kv_heads, max(n for n, _ in case.requests)
         index = torch.arange(D * BITS)
@@ -235,6 +247,7 @@ class Layer:
         for row in step.rows:
             of_heads = []
             for of_group, expected in zip(weights[row.token], row.selected, strict=True):
+                of_group = of_group[first_head:]
                 assert (of_group == of_group[0]).all(), "the heads of a group read the same tokens"
                 of_heads.append(decoded(of_group[0], len(expected)))
             result.append(of_heads)

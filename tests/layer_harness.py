@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.layer_request import KT_DTYPES, Request, Shape, Step
+from tests.layer_request import Request, Shape, Step
+from tests.policy_oracle import KT_DTYPES, assert_summaries
 from vllm_rocketkv import compat, plugin
 from vllm_rocketkv.config import RocketKVConfig
-from vllm_rocketkv.kernels import reference
 
 STALE = -1e4
 """What K and V of blocks hold that nobody owns. Not NaN: vLLM's dense kernel multiplies what it masks, so that NaN in
@@ -100,6 +100,8 @@ class World:
             layer._k_scale_float, layer._v_scale_float = shape.key_scale, shape.value_scale
         assert self.builder.config is not None
         self.config: RocketKVConfig = self.builder.config
+        rows = 2 * shape.block_size // (shape.group * shape.query_to_kv_bytes)  # queries of a block; 0: never cut
+        self.num_parking_blocks = -(-(self.config.eviction_window - 1) // rows) if rows else 0
         # As the runner does for three layers; ours is the one in the middle, so that writes beyond its pages are seen.
         page = self.spec.page_size_bytes
         self.num_blocks = num_blocks
@@ -151,15 +153,20 @@ class World:
 
     def reserve(self, request: Request, start: int, end: int) -> None:
         """Append blocks to the row as ``RocketKVManager`` does."""
-        B, N = self.shape.block_size, request.num_prompt
-        if request.is_evicted and end > max(N - request.window, start):
+        B, X, limit = self.shape.block_size, request.natural_length, request.lengths.first_limit
+        if request.is_evicted and end > max(X - request.window, start):
             request.has_private = True
-        slots = max(end, N) + request.num_private * B if request.has_private else end
+        slots = end
+        if request.has_private:
+            slots = max(end, X)
+            if slots > limit - request.window:
+                slots = int(limit) + self.num_parking_blocks * B
+            slots += request.num_private * B
         while len(request.row) * B < slots:
             request.row.append(self.allocate())
 
     def compact(self, request: Request) -> None:
-        """The prompt is processed: its blocks go back, its row keeps their places and nobody may look there."""
+        """All natural tokens are processed: their blocks go back, the row keeps their places and nobody may look there."""
         self.free(request.row[: request.num_natural])
         request.row[: request.num_natural] = [
             self.random.randrange(self.num_blocks) for _ in range(request.num_natural)
@@ -248,6 +255,8 @@ class World:
         before = self.pages.clone()
         outputs = self.forward(common, [r.num_prompt for r, *_ in plan], data)
         self.check_writes(before, plan)
+        for request, start, end, _ in plan:
+            request.compute(start, end)
         error = 0.0
         for name, output in zip(("query", "sharer_query"), outputs, strict=False):
             output = output.view(-1, self.shape.num_heads, self.shape.head_size)
@@ -259,10 +268,11 @@ class World:
                 error = max(error, self.check_output(request, start, actual, expected))
         for request, start, end, step in plan:
             self.check_summaries(request, start, end)
+            self.check_scores(request, start, end)
             request.computed = start + step.num_accepted
             request.next_step += 1
         for request, _, end, _ in plan:
-            if request.is_evicted and not request.is_compact and end >= request.num_prompt:
+            if request.is_evicted and not request.is_compact and end >= request.natural_length:
                 self.compact(request)
         return error
 
@@ -282,55 +292,83 @@ class World:
         return float(worst.max())
 
     def check_writes(self, before: Tensor, plan: list[tuple[Request, int, int, Step]]) -> None:
-        """Only blocks of this step's tokens may change, and private ones (I1), null block and free memory included."""
-        B = self.shape.block_size
-        free = set(range(self.num_blocks))
+        """Only blocks of this step's tokens may change, and private ones when they are filled (I1), null block and free memory
+        included. Where attention is summed up, all of a request's blocks may change behind K and V."""
+        others, scored = set(range(self.num_blocks)), set[int]()
         for request, start, end, _ in plan:
-            n, N = request.num_natural, request.num_prompt
-            for position in range(start, end):
-                if request.is_evicted and position >= N:
-                    free.discard(request.row[n + position // B - request.num_dropped])
-                else:
-                    free.discard(request.row[position // B])
-            if request.is_evicted and start < N and end > N - request.window:
-                free -= set(request.row[n : n + request.num_private])
-        untouched = torch.tensor(sorted(free))
-        changed = (self.pages[untouched] != before[untouched]).any(1).nonzero().flatten()
-        assert not len(changed), f"blocks {untouched[changed].tolist()} were written, and are none of this step's"
+            others -= self.written_blocks(request, start, end)
+            if self.config.accumulates:
+                X, n = request.natural_length, request.num_natural
+                scored |= set(request.row[:n] if start < X else []) | set(request.row[n:] if end >= X else [])
+        scored &= others
+        heads = self.spec.score_offset_bytes
+        for blocks, what in (
+            (others - scored, (slice(None), slice(None))),
+            (scored, (slice(None), slice(None, heads))),
+        ):
+            untouched = torch.tensor(sorted(blocks), dtype=torch.long)
+            changed = (self.pages[untouched][what] != before[untouched][what]).any(1).nonzero().flatten()
+            assert not len(changed), f"blocks {untouched[changed].tolist()} were written, and are none of this step's"
         if not self.config.evicts:
             return
-        # The KT bytes of prompt blocks are nobody's.
+        # The KT bytes of natural blocks are nobody's.
+        tails = (slice(None), slice(self.spec.kt_offset_bytes, self.spec.kt_offset_bytes + self.spec.kt_size_bytes))
         for request, start, end, _ in plan:
-            last = min(end, request.num_prompt if request.is_evicted else end)
-            prompt = request.row[start // B : -(-last // B)] if start < last else []
-            tails = (slice(None), slice(self.spec.kt_offset_bytes, None))
+            last = min(end, request.natural_length if request.is_evicted else end)
+            prompt = (
+                request.row[start // self.shape.block_size : -(-last // self.shape.block_size)] if start < last else []
+            )
             assert torch.equal(self.pages[prompt][tails], before[prompt][tails]), "KT of a prompt block was written"
 
+    def written_blocks(self, request: Request, start: int, end: int) -> set[int]:
+        """Blocks that this step may write keys, values and queries of ``request`` into."""
+        B, n, X, lengths = self.shape.block_size, request.num_natural, request.natural_length, request.lengths
+        if not request.is_evicted:
+            return set(request.row[start // B : -(-end // B)])
+        blocks = set(request.row[start // B : -(-min(end, X) // B)] if start < X else [])
+        blocks |= {request.row[n + (p - lengths.dropped_at(p)) // B] for p in range(max(start, X), end)}
+        if start < X and end > X - request.window:
+            blocks |= set(request.row[n : n + request.num_private])
+        for length in lengths.evictions(max(start, X), end + request.window - 1):
+            held = n + -(-(int(lengths.first_limit) - lengths.dropped) // B)
+            # In place, or queries of a window that is not complete yet are parked behind.
+            blocks |= set(request.row[n:held] if length <= end else request.row[held:])
+        return blocks
+
+    def sequence_blocks(self, request: Request, end: int, num_tokens: int) -> list[int]:
+        """Blocks that hold the ``num_tokens`` of the request that are left once ``end`` tokens are computed."""
+        first = request.num_natural if request.is_evicted and end >= request.natural_length else 0
+        return request.row[first : first + -(-num_tokens // self.shape.block_size)]
+
     def check_summaries(self, request: Request, start: int, end: int) -> None:
-        """The KT table bounds the keys of full pages and is as tight as its dtype allows (I8); read by the format's
-        documentation. A partly filled page has no entry yet."""
+        """The KT table, read by the format's documentation. A partly filled page has no entry yet."""
         config, shape = self.config, self.shape
-        if not config.selects or (config.evicts and not (request.is_evicted and end >= request.num_prompt)):
+        if not config.selects or (config.evicts and not (request.is_evicted and end >= request.natural_length)):
             return
-        keys, _ = request.private_sequence(end)
+        keys = request.gathered(request.key, request.life.left(end))
         dtype = KT_DTYPES[config.resolved_kt_dtype]
         pages = shape.block_size // config.page_size
         num_bytes = shape.num_kv_heads * 2 * pages * shape.head_size * dtype.itemsize
-        first = request.num_natural if request.is_evicted else 0
-        blocks = request.row[first : first + -(-len(keys) // shape.block_size)]
+        blocks = self.sequence_blocks(request, end, len(keys))
         table = self.pages[blocks, self.spec.kt_offset_bytes : self.spec.kt_offset_bytes + num_bytes].view(dtype)
         table = table.view(len(blocks), shape.num_kv_heads, shape.head_size, 2, pages).float().permute(3, 1, 0, 4, 2)
         keys = keys[: len(keys) // config.page_size * config.page_size]
-        # Bounds of what is stored; real keys are that times the scale.
+        # Of what is stored; real keys are that times the scale.
         low, high = table.flatten(2, 3)[:, :, : len(keys) // config.page_size] * shape.key_scale
-        expected_low, expected_high = reference.page_summaries(keys, config.page_size, dtype)
-        of_token = torch.arange(len(keys)) // config.page_size
-        by_head = keys.transpose(0, 1).float()
+        assert_summaries(config, low, high, keys, f"N={request.num_prompt}, step from {start} to {end}")
+
+    def check_scores(self, request: Request, start: int, end: int) -> None:
+        """Behind K and V stands, of each token held, all attention that it has received."""
+        if not self.config.accumulates:
+            return
+        shape, first = self.shape, self.spec.score_offset_bytes
+        expected = request.life.scores
+        blocks = self.sequence_blocks(request, end, expected.shape[1])
+        scores = self.pages[blocks, first : first + shape.num_kv_heads * shape.block_size * 4].view(torch.float32)
+        scores = scores.view(len(blocks), shape.num_kv_heads, shape.block_size).transpose(0, 1).flatten(1)
         what = f"N={request.num_prompt}, step from {start} to {end}"
-        assert (low[:, of_token] <= by_head).all(), what
-        assert (high[:, of_token] >= by_head).all(), what
-        assert torch.equal(low, expected_low.float()), what
-        assert torch.equal(high, expected_high.float()), what
+        actual = scores[:, : expected.shape[1]].double()
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6, msg=lambda text: f"{what}: {text}")
 
     def run(self, requests: list[Request], at_once: int = 6) -> None:
         """Run all ``requests`` to their ends, in shuffled batches; one with a shared prefix starts in the very step in

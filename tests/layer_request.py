@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request computes in one attention layer, and, unpaged and from ``kernels.reference``, what the layer must answer."""
+"""What one request computes in one attention layer, and, unpaged, what the layer must answer (``policy_oracle``)."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.policy_oracle import Lengths, Life, Pages
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels import reference
 
-KT_DTYPES = {"bfloat16": torch.bfloat16, "float8_e5m2": torch.float8_e5m2}
 FP8_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -80,36 +78,27 @@ class Request:
     prefix_of: Request | None = None
     """Another request with the same first ``num_hit`` tokens, whose blocks this one is admitted onto."""
     num_hit: int = 0
+    numbers: str = "random"
+    """Kind of queries and keys: see ``draw``."""
     computed: int = 0
     next_step: int = 0
     row: list[int] = field(default_factory=list)
     """The worker's append-only block table row."""
     has_private: bool = False
     is_compact: bool = False
-    kept_keys: Tensor | None = None
-    kept_values: Tensor | None = None
 
     def __post_init__(self) -> None:
-        B, N = self.shape.block_size, self.num_prompt
-        P = self.config.prompt_budget_for(N, B)
-        self.is_sparse = self.config.policy != "full" and N > P
-        self.is_evicted = self.is_sparse and self.config.evicts
-        # Design section 2, written out again.
-        self.num_natural = math.ceil(N / B)
-        self.num_dropped = math.ceil((N - P) / B) if self.is_evicted else 0
-        self.num_private = self.num_natural - self.num_dropped if self.is_evicted else 0
-        self.window = self.config.window_size
+        shape = self.shape
+        self.lengths = Lengths(self.num_prompt, self.config, shape.block_size)
+        self.natural_length = self.lengths.natural
+        self.is_sparse, self.is_evicted = self.lengths.is_sparse, self.lengths.is_evicted
+        self.num_natural, self.num_private = self.lengths.num_natural, self.lengths.num_private
+        self.window = self.config.eviction_window
         self.last = self.num_hit + sum(step.num_tokens for step in self.steps)
         self.computed = self.num_hit
+        self.life = Life(self.lengths, shape.num_kv_heads, self.scale, shape.softcap)
         self.random = torch.Generator().manual_seed(self.seed)
-        shape, dtype = self.shape, self.shape.dtype
-        # Sharp enough that a wrong token is seen beyond the tolerance; with a soft cap, sharp enough to meet it.
-        sharpness = 8.0 if shape.softcap else 2.5
-        draw = torch.randn(4, self.last, shape.num_heads, shape.head_size, generator=self.random)
-        self.query = (draw[0] * sharpness).to(dtype)
-        self.sharer_query = (draw[3] * sharpness).to(dtype)
-        key, value = draw[1:3, :, : shape.num_kv_heads].to(dtype)
-        self.key, self.value = shape.stored(key, shape.key_scale), shape.stored(value, shape.value_scale)
+        self.query, self.sharer_query, self.key, self.value = self.draw(self.last)
         if self.prefix_of is not None:
             self.key[: self.num_hit] = self.prefix_of.key[: self.num_hit]
             self.value[: self.num_hit] = self.prefix_of.value[: self.num_hit]
@@ -118,79 +107,78 @@ class Request:
     def scale(self) -> float:
         return self.shape.head_size**-0.5
 
+    def draw(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries of both layers, keys and values of ``count`` tokens.
+
+        Random ones are sharp enough that a wrong token is seen beyond the tolerance; with a soft cap, sharp enough to meet it.
+        The others are cases: equal keys (``ties``), one key that nearly all queries want (``dominating``), queries that want
+        nothing (``zero``), and norms so large that a softmax is one token's or a tie (``huge``; integers, so that all dtypes
+        compute them exactly, and two logits are equal or differ by 32 at head size 64).
+        """
+        shape = self.shape
+        query, key, value, sharer = torch.randn(4, count, shape.num_heads, shape.head_size, generator=self.random)
+        sharpness = 8.0 if shape.softcap else 2.5
+        query, sharer, key, value = query * sharpness, sharer * sharpness, key[:, : shape.num_kv_heads], value
+        value = value[:, : shape.num_kv_heads]
+        if self.numbers == "ties":
+            key = key[:4][torch.randint(min(count, 4), (count,), generator=self.random)]
+        elif self.numbers == "dominating":
+            direction = torch.ones(shape.head_size)
+            query, sharer = query + direction, sharer + direction
+            key[torch.randint(count, (1,), generator=self.random)] = 4 * direction
+        elif self.numbers == "zero":
+            query, sharer = torch.zeros_like(query), torch.zeros_like(sharer)
+        elif self.numbers == "huge":
+            query, sharer, key = 256 * query.round(), 256 * sharer.round(), (4 * key).round()
+        else:
+            assert self.numbers == "random"
+        key, value = (
+            shape.stored(key.to(shape.dtype), shape.key_scale),
+            shape.stored(value.to(shape.dtype), shape.value_scale),
+        )
+        return query.to(shape.dtype), sharer.to(shape.dtype), key, value
+
     def redraw_from(self, position: int) -> None:
         """Other tokens stand where drafts were rejected."""
-        for tensor in (self.query, self.sharer_query, self.key, self.value):
-            fresh = torch.randn(tensor[position:].shape, generator=self.random)
-            factor = 8.0 if self.shape.softcap else 2.5
-            tensor[position:] = (fresh * (factor if tensor.shape[1] == self.shape.num_heads else 1)).to(tensor.dtype)
-        self.key[position:] = self.shape.stored(self.key[position:], self.shape.key_scale)
-        self.value[position:] = self.shape.stored(self.value[position:], self.shape.value_scale)
+        fresh = self.draw(self.last - position)
+        for tensor, other in zip((self.query, self.sharer_query, self.key, self.value), fresh, strict=True):
+            tensor[position:] = other
 
-    def private_sequence(self, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that a token at ``end`` - 1 may read: ``[n, Hkv, D]`` each."""
-        if not self.is_evicted:
-            return self.key[:end], self.value[:end]
-        assert self.kept_keys is not None
-        assert self.kept_values is not None
-        N = self.num_prompt
-        return torch.cat([self.kept_keys, self.key[N:end]]), torch.cat([self.kept_values, self.value[N:end]])
+    def gathered(self, tensor: Tensor, positions: Tensor) -> Tensor:
+        """Of keys or values, what each KV head holds at ``positions`` [Hkv, n]: ``[n, Hkv, D]``."""
+        return tensor.gather(0, positions.T[..., None].expand(-1, -1, self.shape.head_size))
 
-    def evict(self) -> None:
-        N, W, config = self.num_prompt, self.window, self.config
-        num_kept = N - self.num_dropped * self.shape.block_size
-        scores = reference.window_scores(
-            self.query[N - W : N],
-            self.key[:N],
-            self.scale,
-            config.window_softmax,
-            config.kernel_size,
-            self.shape.softcap,
-        )
-        kept = reference.keep_tokens(scores, num_kept, W, config.sink_tokens)
-        index = kept.T[..., None].expand(-1, -1, self.shape.head_size)
-        self.kept_keys, self.kept_values = self.key[:N].gather(0, index), self.value[:N].gather(0, index)
+    def compute(self, start: int, end: int) -> None:
+        """Let tokens ``start`` to ``end`` - 1 be computed: before ``expected``."""
+        self.life.compute(self.query, self.key, start, end)
 
     def expected(self, query: Tensor, start: int, end: int) -> Tensor:
         """What tokens ``start`` to ``end`` - 1 must get: float64 ``[tokens, Hq, D]``."""
-        border = min(max(self.num_prompt, start), end) if self.is_sparse else end
+        border = min(max(self.natural_length, start), end) if self.is_sparse else end
         rows = [causal(query[start:border], self.key[:border], self.value[:border], self.scale, self.shape.softcap)]
-        if self.is_evicted and self.kept_keys is None and end >= self.num_prompt:
-            self.evict()
-        page_size = self.config.page_size
-        settled, summaries = 0, None
-        if self.config.selects and border < end:  # pages that are full before this step, the same for all its tokens
-            keys, _ = self.private_sequence(border)
-            settled = len(keys) // page_size * page_size
-            summaries = self.summarise(keys[:settled])
-        for position in range(border, end):
-            keys, values = self.private_sequence(position + 1)
-            selected: Sequence[Sequence[int]] = [range(len(keys))] * self.shape.num_kv_heads
-            if self.config.selects and len(keys) > self.config.dense_below:
-                selected = self.select(query[position], keys, settled, summaries)
-            rows.append(reference.attend(query[position], keys, values, selected, self.scale, self.shape.softcap)[None])
+        # Between two evictions, pages that are full before this step are the same for all its tokens.
+        borders = [border, *(length for length in self.lengths.evictions(border, end) if length < end), end]
+        for first, last in itertools.pairwise(borders):
+            if first < last:
+                rows.append(self.sparse_rows(query, first, last))
         return torch.cat(rows)
 
-    def summarise(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.page_summaries(keys, self.config.page_size, KT_DTYPES[self.config.resolved_kt_dtype])
-
-    def select(self, query: Tensor, keys: Tensor, settled: int, summaries: Any) -> list[list[int]]:
-        """``keys`` end with the query's own token: a page's bounds never know of later ones."""
-        config = self.config
-        low, high = (torch.cat(pair, 1) for pair in zip(summaries, self.summarise(keys[settled:]), strict=True))
-        return reference.hsa_select(
-            query,
-            low,
-            high,
-            num_tokens=len(keys),
-            page_size=config.page_size,
-            topk_tokens=config.topk_for_step,
-            topr=config.topr_for(self.num_prompt, self.shape.head_size),
-            granularity=config.granularity,
-            temperature=config.temperature,
-            sink_tokens=config.sink_tokens,
-            recent_tokens=config.recent_tokens,
-        )
+    def sparse_rows(self, query: Tensor, first: int, last: int) -> Tensor:
+        config, page_size = self.config, self.config.page_size
+        positions = self.life.seen(last - 1)
+        all_keys, all_values = self.gathered(self.key, positions), self.gathered(self.value, positions)
+        num_before = positions.shape[1] - (last - first)
+        settled = num_before // page_size * page_size
+        pages = Pages(config, all_keys[:settled]) if config.selects else None
+        topr = config.topr_for(self.num_prompt, self.shape.head_size)
+        rows = []
+        for index, row in enumerate(query[first:last], num_before + 1):
+            keys, values = all_keys[:index], all_values[:index]
+            selected: Sequence[Sequence[int]] = [range(index)] * self.shape.num_kv_heads
+            if pages is not None and index > config.dense_below:
+                selected = pages.select(row, keys[settled:], index, topr)
+            rows.append(reference.attend(row, keys, values, selected, self.scale, self.shape.softcap))
+        return torch.stack(rows)
 
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float) -> Tensor:

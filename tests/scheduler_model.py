@@ -5,8 +5,8 @@ The scheduler half follows ``vllm.v1.core.sched`` 0.32: what it hands to ``alloc
 as in flight. The worker half keeps append-only block table rows and a *content* for every token slot of the pool: a step that
 executes writes tags into the slots that the design names and checks the tags that attention would read.
 
-Everything that the package computes is computed here a second time, from the design's formulas; ``vllm_rocketkv.layout`` is not
-used.
+Everything that the package computes is computed here a second time, from the design's formulas; ``vllm_rocketkv.layout`` is
+only held against it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tests.scheduler_parts import (
 from tests.worker_model import Worker
 from vllm_rocketkv.cache.manager import RocketKVManager
 from vllm_rocketkv.cache.spec import RocketKVSpec, rocketkv_spec
+from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.metrics import Counts
 
 
@@ -49,12 +50,13 @@ class Model(Worker):
     in_flight: deque[Step] = field(default_factory=deque)
     counts: Counts = field(default_factory=Counts)
     num_added: int = 0
+    num_actions: int = 0
 
     def __post_init__(self) -> None:
         s = self.setting
         self.B, self.M, self.config = s.block_size, s.max_model_len, s.config
-        self.W = s.config.window_size
-        self.spec: RocketKVSpec = rocketkv_spec(plain_spec(self.B), s.config)
+        query_bytes = plain_spec(self.B).page_size_bytes // s.queries_per_block
+        self.spec: RocketKVSpec = rocketkv_spec(plain_spec(self.B), s.config, query_bytes=query_bytes)
         self.num_blocks = startup_pool(self.spec, self.M) + s.spare_blocks
         self.manager = make_manager(self.spec, self.num_blocks, self.M, s.caching)
         self.plain = make_manager(plain_spec(self.B), self.num_blocks, self.M, s.caching) if s.mirror else None
@@ -67,8 +69,15 @@ class Model(Worker):
     # --- what users do -------------------------------------------------------------------------------------------------
 
     def add(
-        self, num_prompt_tokens: int, max_tokens: int, stream: int = 1, shared: int = 10**9, external: int = 0
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        stream: int = 1,
+        shared: int = 10**9,
+        external: int = 0,
+        config: RocketKVConfig | None = None,
     ) -> Live:
+        """A new request; ``config`` is its own, or None for the server's."""
         self.num_added += 1
         uid = 100 + self.num_added
         N, B = num_prompt_tokens, self.B
@@ -76,19 +85,16 @@ class Model(Worker):
             tokens = [(stream if p < shared else uid) * UNIT + p for p in range(N)]
         else:
             shared, tokens = 10**9, [stream * UNIT + p for p in range(N)]
-        P = self.config.prompt_budget_for(N, B)
-        live = Live(
+        live = Live.new(
+            self.setting,
             make_request(f"r{uid}", tokens, max_tokens, B),
-            uid,
-            stream,
-            shared,
-            max_tokens,
-            sparse=self.config.policy != "full" and N > P,
+            config or self.config,
+            uid=uid,
+            stream=stream,
+            shared=shared,
+            max_tokens=max_tokens,
             external=external,
         )
-        if live.sparse and self.config.evicts:
-            live.n, live.s = ceil_div(N, B), ceil_div(N - P, B)
-            live.e = live.n - live.s
         self.waiting.append(live)
         self.check()
         return live
@@ -186,7 +192,7 @@ class Model(Worker):
             if live.state == "waiting":
                 hit, blocks = self._lookup(live)
                 if live.external and self._may_load():
-                    last = request.num_prompt_tokens - (self.W if live.evictable else 1)
+                    last = min(request.num_prompt_tokens - 1, live.X - live.W)
                     external = max(0, min(live.external, last - hit))
             num_new = 0 if external else min(request.num_tokens - request.num_computed_tokens - hit, budget)
             if self._allocate(live, num_new, hit, blocks, external) is None:
@@ -218,16 +224,20 @@ class Model(Worker):
 
     def _lookup(self, live: Live) -> tuple[int, tuple[Any, Any]]:
         """Prefix hit of a new or resumed request, which must be the longest that leaves the window to compute (I7)."""
-        request, N = live.request, live.request.num_prompt_tokens
+        request = live.request
+        if live.config is not self.config:
+            self.ours.admit(request.request_id, request.num_prompt_tokens, live.config)
         blocks, hit, _ = self.manager.get_computed_blocks(request)
         _, longest, _ = self.manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
         if not self.setting.caching:
             longest = 0
-        if live.evictable:
-            longest = min(longest, (N - self.W) // self.B * self.B)
-            assert N - hit >= self.W, "a hit leaves less than the window"
+        if live.config.policy == "h2o":
+            longest = 0
+        elif live.evictable:
+            longest = min(longest, (live.X - live.W) // self.B * self.B)
+            assert live.X - hit >= live.W, "a hit leaves less than the window"
         elif live.sparse:  # its own tokens were computed sparsely, a longer prompt that begins with them was not
-            longest = min(longest, N // self.B * self.B)
+            longest = min(longest, live.X // self.B * self.B)
         assert hit == longest == len(blocks.blocks[0]) * self.B
         if self.plain is None:
             return hit, (blocks, None)
@@ -238,11 +248,11 @@ class Model(Worker):
     def _allocate(
         self, live: Live, num_new: int, hit: int = 0, blocks: tuple[Any, Any] = (None, None), external: int = 0
     ) -> list[int] | None:
-        request, N, M = live.request, live.request.num_prompt_tokens, self.M
+        request, X, M = live.request, live.X, self.M
         computed = request.num_computed_tokens + hit + external
-        if live.extended and not live.compact and computed - request.num_in_flight_tokens >= N:
+        if live.extended and not live.compact and computed - request.num_in_flight_tokens >= X:
             live.compact = True
-            self.counts += Counts(1, N - live.s * self.B, live.s * self.B, live.s)
+            self.counts += Counts(1, X - live.s * self.B, live.s * self.B, live.s)
         lookahead = 0 if external else self.setting.lookahead
         arguments: dict[str, Any] = {"num_lookahead_tokens": lookahead}
         if live.row is None:
@@ -263,18 +273,24 @@ class Model(Worker):
             assert others, "a request that has the pool for itself was refused"
             return None
         end = computed + num_new
-        live.extended |= live.evictable and end > max(N - self.W, computed)
+        live.extended |= live.evictable and end > max(X - live.W, computed)
         need = min(end + lookahead, M)
-        live.num_slots = max(live.num_slots, min(need, N) if live.evictable and not live.extended else need)
-        if live.extended:
-            live.num_slots = max(live.num_slots, N)
-        if live.sparse and self.config.selects:
-            for position in range(max(computed, N), end):
-                cached, page = position + 1 - live.s * self.B, self.config.page_size
-                topk = self.config.topk_for_step
+        if live.evictable:
+            need = max(live.slots_for(need), X) if live.extended else min(need, X)
+        live.num_slots = max(live.num_slots, need)
+        self._count_step(live, computed, end)
+        return new.get_block_ids()[0]
+
+    def _count_step(self, live: Live, computed: int, end: int) -> None:
+        evictions = live.generation(end) - live.generation(computed)
+        if evictions:
+            self.counts += Counts(decode_evictions=evictions, decode_tokens_dropped=evictions * live.interval)
+        if live.sparse and live.config.selects:
+            for position in range(max(computed, live.X), end):
+                cached = live.slot(position) + 1
+                page, topk = live.config.page_size, live.config.topk_for_step
                 pages = math.ceil((cached if cached <= topk + topk // 2 else topk) / page)
                 self.counts += Counts(pages_selected=pages)
-        return new.get_block_ids()[0]
 
     def _update_after_schedule(self, part: Part) -> None:
         request, num_new = part.live.request, part.end - part.start
@@ -360,6 +376,9 @@ class Model(Worker):
         ]
 
     def check(self) -> None:
+        self.num_actions += 1
+        if self.num_actions % self.setting.checked_steps:
+            return
         holders: Counter[int] = Counter()
         for live in self.live:
             self._check_blocks(live)
@@ -374,6 +393,7 @@ class Model(Worker):
                     self._check_not_freed(part)
         ids = {live.request.request_id for live in self.live}
         assert set(self.ours._sparse_requests) <= ids
+        assert set(self.ours._own_configs) <= ids
         assert set(self.ours.req_to_blocks) <= ids
         if self.plain is not None:
             for live in self.live:
@@ -395,7 +415,7 @@ class Model(Worker):
             assert len(set(live.row[n:] if live.compact else live.row)) == len(live.row) - (n if live.compact else 0)
         blocks = self.ours.req_to_blocks.get(name, [])
         assert all(not block.is_null for block in blocks[s if live.compact else 0 :])
-        first = max(live.request.num_prompt_tokens, live.num_hit) // B if live.sparse else len(blocks)
+        first = max(live.X, live.num_hit) // B if live.sparse else len(blocks)
         if live.evictable:
             first = s if live.compact else n if live.extended else first
         for block in blocks[first:]:  # private, or decoded sparsely
@@ -404,21 +424,14 @@ class Model(Worker):
 
     def _check_not_freed(self, part: Part) -> None:
         """Blocks that a step in flight reads or writes are still its request's (I4)."""
-        live, N = part.live, part.live.request.num_prompt_tokens
-        used = []
-        if not live.evictable or part.start < N:
-            used += part.row[: ceil_div(min(part.end, N) if live.evictable else part.end, self.B)]
-        if self._window(part):
-            used += self._private(part)
-        if live.evictable and part.end > N:
-            used += part.row[live.n : live.n + ceil_div(part.end - live.s * self.B, self.B)]
-        held = set(self._held(live))
-        assert held.issuperset(used), "blocks went back while a step in flight reads them"
+        held = set(self._held(part.live))
+        assert held.issuperset(self._used(part)), "blocks went back while a step in flight reads them"
 
     def check_idle(self) -> None:
         """Every request has ended, whatever ended it (I9)."""
         assert self.pool.get_num_free_blocks() == self.num_free_at_start
         assert not self.ours._sparse_requests
+        assert not self.ours._own_configs
         assert not self.ours.req_to_blocks
         assert not self.ours.num_cached_block
         counts, self.counts = self.counts, Counts()

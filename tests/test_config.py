@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pydantic
 import pytest
 
 from tests.refusals import refusal
-from vllm_rocketkv.config import ALIASES, PLANNED, PRESETS, RocketKVConfig
+from vllm_rocketkv.config import ALIASES, PRESETS, RocketKVConfig
 
 parse = RocketKVConfig.parse
 FIELDS = RocketKVConfig.model_fields
@@ -32,9 +31,15 @@ DEFAULT = {
     "sink_tokens": 4,
     "recent_tokens": 32,
     "page_size": 4,
+    "recent_share": 0.5,
+    "decode_budget": None,
+    "decode_interval": None,
+    "pinned_tokens": 0,
+    "skip_layers": (),
     "topk_tokens": 256,
     "topr": None,
     "kt_dtype": "auto",
+    "kt_summary": "bounds",
     "window_softmax": "all",
     "granularity": "page",
     "temperature": "adaptive",
@@ -58,6 +63,15 @@ TRTLLM = {
     "window_softmax": "prefix",
     "temperature": "constant",
 }
+BLOG = {
+    **DEFAULT,
+    "preset": "blog",
+    "prompt_budget": 1024,
+    "sink_tokens": 16,
+    "recent_tokens": 0,
+    "topk_tokens": 128,
+    "kt_summary": "mean",
+}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +82,11 @@ TRTLLM = {
         ({"preset": "default"}, DEFAULT),
         ({"preset": "reference"}, REFERENCE),
         ({"preset": "trtllm"}, TRTLLM),
+        ({"preset": "blog"}, BLOG),
+        (
+            {"preset": "blog", "prompt_budget": 512, "kt_summary": "bounds", "topr": 8},
+            {**BLOG, "prompt_budget": 512, "kt_summary": "bounds", "topr": 8},
+        ),
         ({"preset": "reference", "token_budget": 1024}, {**REFERENCE, "token_budget": 1024}),
         (
             {"preset": "reference", "prompt_budget": 1024},
@@ -80,9 +99,11 @@ TRTLLM = {
         ({"preset": "reference", "token_budget": None}, {**REFERENCE, "token_budget": None}),
         ({"preset": "trtllm", "kt_dtype": "bfloat16", "topr": 32}, {**TRTLLM, "kt_dtype": "bfloat16", "topr": 32}),
         ({"log_interval_seconds": 1}, {**DEFAULT, "log_interval_seconds": 1.0}),
-        # What the policy does not use is kept, not refused.
-        ({"policy": "snapkv", "topk_tokens": 7}, {**DEFAULT, "policy": "snapkv", "topk_tokens": 7}),
         ({"policy": "hsa", "prompt_budget": 16}, {**DEFAULT, "policy": "hsa", "prompt_budget": 16}),
+        ({"skip_layers": [1, 0]}, {**DEFAULT, "skip_layers": (1, 0)}),
+        # A preset may set what the policy does not use.
+        ({"policy": "snapkv", "preset": "blog"}, {**BLOG, "policy": "snapkv"}),
+        ({"policy": "hsa", "preset": "trtllm"}, {**TRTLLM, "policy": "hsa"}),
     ],
 )
 def test_effective_options(options: dict[str, Any] | None, expected: dict[str, Any]) -> None:
@@ -98,25 +119,8 @@ def test_presets_name_only_fields_and_are_the_choices() -> None:
     assert all(field.description for field in FIELDS.values())
 
 
-@pytest.mark.parametrize(
-    ("policy", "evicts", "selects"),
-    [("full", False, False), ("snapkv", True, False), ("hsa", False, True), ("rocketkv", True, True)],
-)
-def test_policies(policy: str, evicts: bool, selects: bool) -> None:
-    config = parse({"policy": policy})
-    assert (config.evicts, config.selects) == (evicts, selects)
-    assert config.layout(5000, 16).is_evictable is evicts
-    assert config.layout(2048, 16).is_evictable is False
-    assert config.is_sparse(2049, 16) is (policy != "full")
-    assert config.is_sparse(2048, 16) is False
-    assert config.max_private_blocks(8192, 48) == (math.ceil(2048 / 48) if evicts else 0)
-    assert [config.num_selected_pages(n) for n in (0, 1, 4, 5, 255, 256, 99999)] == (
-        [0, 1, 1, 2, 64, 64, 64] if selects else [0] * 7
-    )
-
-
 def test_hash_equality_and_pickle() -> None:
-    for options in ({}, {"preset": "reference"}, {"preset": "trtllm", "topr": 8}):
+    for options in ({}, {"preset": "reference"}, {"preset": "trtllm", "topr": 8}, {"skip_layers": [0, 1]}):
         config, again = parse(options), parse(options)
         copy = pickle.loads(pickle.dumps(config))
         assert config == again == copy
@@ -136,38 +140,67 @@ def test_module_imports_neither_torch_nor_vllm() -> None:
 # --- bounds, generated from the fields -------------------------------------------------------------------------------
 
 
-def bounds(name: str) -> tuple[float, float]:
-    found = {k: getattr(m, k) for m in FIELDS[name].metadata for k in ("gt", "ge", "le") if hasattr(m, k)}
-    return found.get("ge", found.get("gt")), found["le"]
-
-
-NUMBERS = [name for name, field in FIELDS.items() if get_origin(field.annotation) is not Literal]
+INTEGERS = [name for name, field in FIELDS.items() if field.annotation in (int, int | None)]
+FRACTIONS = {"recent_share": (0.001, 0.999, "above 0 and below 1"), "log_interval_seconds": (0.001, 86400.0, "86400")}
 CHOICES = [name for name, field in FIELDS.items() if get_origin(field.annotation) is Literal]
 
+CARRIERS: dict[str, dict[str, Any]] = {
+    "prompt_budget": {"policy": "quest"},
+    "token_budget": {"policy": "snapkv", "preset": "reference"},
+    "max_new_tokens": {"preset": "reference"},
+    "sink_tokens": {"policy": "hsa", "topk_tokens": 8192},
+    "recent_tokens": {"policy": "hsa", "topk_tokens": 8192},
+    "page_size": {"policy": "quest"},
+    "recent_share": {"policy": "h2o"},
+    "decode_budget": {"policy": "snapkv", "prompt_budget": 2, "window_size": 1, "sink_tokens": 0},
+    "decode_interval": {"policy": "h2o"},
+    "pinned_tokens": {"policy": "rocketkv_mt"},
+    "topk_tokens": {"policy": "quest", "page_size": 1},
+}
+"""Options beside which another option's bounds alone decide, where the defaults are in the way."""
 
-def carrier(name: str) -> dict[str, Any]:
-    """A mapping in which the option alone decides: policy full skips the rules between options."""
-    return {"policy": "full", "preset": "reference" if name == "token_budget" else "default"}
+LEAST = {"decode_budget": 2}
+"""Least accepted values above the field's own bound."""
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numeric_bounds(name: str) -> None:
-    low, high = bounds(name)
-    is_float = FIELDS[name].annotation is float
-    accepted = [low, high] if not is_float else [0.001, high]
-    for value in accepted:
-        assert getattr(parse({**carrier(name), name: value}), name) == value
-    beyond = [low - 1, high + 1] if not is_float else [low, high + 1, float("nan"), float("inf")]
-    wrong = [True, False, str(high), [low], {}] + ([] if is_float else [1.0, 1.5])
-    if type(None) not in get_args(FIELDS[name].annotation):
+def test_every_field_is_a_number_a_choice_or_the_list_of_layers() -> None:
+    assert sorted([*INTEGERS, *FRACTIONS, *CHOICES, "skip_layers"]) == sorted(FIELDS)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_bounds_of_integers(name: str) -> None:
+    bounds = {k: getattr(item, k) for item in FIELDS[name].metadata for k in ("ge", "le") if hasattr(item, k)}
+    low, high = bounds["ge"], bounds["le"]
+    carrier = CARRIERS.get(name, {})
+    for value in (LEAST.get(name, low), high - (name == "kernel_size") * (1 - high % 2)):
+        assert getattr(parse({**carrier, name: value}), name) == value
+    wrong = [low - 1, high + 1, True, False, str(high), [low], {}, 1.0, 1.5]
+    if type(None) in get_args(FIELDS[name].annotation):
+        assert getattr(parse({**carrier, name: None}), name) is None
+    else:
         wrong.append(None)
-    for value in [*beyond, *wrong]:
-        text = refusal({**carrier(name), name: value})
-        assert text.startswith(f"rocketkv: option '{name}' is ")
-        assert str(low) in text
-        assert str(high) in text
-    assert f"is {high + 1}, but must be" in refusal({**carrier(name), name: high + 1})
-    assert f"is '{high}', but must be" in refusal({**carrier(name), name: str(high)})
+    for value in wrong:
+        text = refusal({**carrier, name: value})
+        assert text.startswith(f"rocketkv: option '{name}' is {value!r}, but must be an integer from {low} to {high}")
+
+
+@pytest.mark.parametrize("name", FRACTIONS)
+def test_bounds_of_fractions(name: str) -> None:
+    low, high, words = FRACTIONS[name]
+    carrier = CARRIERS.get(name, {})
+    for value in (low, high):
+        assert getattr(parse({**carrier, name: value}), name) == value
+    for value in (0, -1, high + 1, float("nan"), float("inf"), True, "1", None, [low]):
+        text = refusal({**carrier, name: value})
+        assert text.startswith(f"rocketkv: option '{name}' is {value!r}, but must be a number above 0 and ")
+        assert words in text
+
+
+@pytest.mark.parametrize("value", [-1, [-1], [0, -1], ["0"], [True], [0.0], "0,1", 0, None, {}, [[0]]])
+def test_skip_layers_is_a_list_of_integers(value: Any) -> None:
+    assert refusal({"skip_layers": value}) == (
+        f"rocketkv: option 'skip_layers' is {value!r}, but must be a list of integers from 0"
+    )
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -181,19 +214,23 @@ def test_choices(name: str) -> None:
         assert all(f"'{choice}'" in text for choice in choices)
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in PLANNED.items() for value in values])
-def test_planned_values_say_so_and_name_the_available(name: str, value: str) -> None:
-    text = refusal({name: value})
-    assert text.startswith(f"rocketkv: option '{name}' is '{value}', which is not available yet: choose ")
-    assert all(f"'{choice}'" in text for choice in get_args(FIELDS[name].annotation))
-
-
 # --- rules between options -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        (
+            {"policy": "quest", "topk_tokens": 10},
+            "rocketkv: option 'topk_tokens' is 10, but a step reads whole pages of page_size 4: use 12",
+        ),
+        (
+            {"preset": "blog", "topk_tokens": 10},
+            "rocketkv: option 'topk_tokens' is 10, but a step reads whole pages of page_size 4: use 12",
+        ),
+        # Nothing is forced into what these read.
+        ({"policy": "quest", "topk_tokens": 4}, None),
+        ({"preset": "blog", "topk_tokens": 4}, None),
         ({"kernel_size": 64}, "rocketkv: option 'kernel_size' is 64, but must be odd: use 65"),
         ({"page_size": 12}, "rocketkv: option 'page_size' is 12, but must be a power of two: use 8 or 16"),
         (
@@ -203,8 +240,7 @@ def test_planned_values_say_so_and_name_the_available(name: str, value: str) -> 
         ),
         (
             {"topk_tokens": 102},
-            "rocketkv: option 'topk_tokens' is 102, but with granularity 'page' a step reads a multiple of "
-            "page_size 4: use 104",
+            "rocketkv: option 'topk_tokens' is 102, but a step reads whole pages of page_size 4: use 104",
         ),
         (  # 4 sinks: 1 page; 32 newest: 8 pages, and they may begin inside a ninth
             {"topk_tokens": 36},
@@ -234,8 +270,8 @@ def test_planned_values_say_so_and_name_the_available(name: str, value: str) -> 
         ),
         (
             {"preset": "reference", "token_budget": 1022, "granularity": "page"},
-            "rocketkv: option 'token_budget' is 1022, which lets a step read 511 tokens, but with granularity 'page' "
-            "a step reads a multiple of page_size 2: use 1024",
+            "rocketkv: option 'token_budget' is 1022, which lets a step read 511 tokens, but a step reads "
+            "whole pages of page_size 2: use 1024",
         ),
         (
             {"token_budget": 512},
@@ -276,6 +312,12 @@ def test_options_that_are_no_mapping(options: Any) -> None:
     assert refusal(options) == (
         f"rocketkv: option 'rocketkv' is {options!r}, but must be a JSON object such as {{\"prompt_budget\": 2048}}"
     )
+
+
+def test_long_values_are_shown_in_part() -> None:
+    value = {str(i): {str(j): {str(k): "x" * 50 for k in range(9)} for j in range(9)} for i in range(9)}
+    assert len(refusal({"prompt_budget": value})) < 200
+    assert refusal({"prompt_budget": "x" * 1000}).startswith("rocketkv: option 'prompt_budget' is 'xxx")
 
 
 @pytest.mark.parametrize(

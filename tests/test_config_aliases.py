@@ -64,6 +64,23 @@ def log_lines() -> Iterator[list[str]]:
             "sparse_attention_type -> policy=rocketkv, observation_window -> window_size=16, "
             "sink_token_size -> sink_tokens=16, top_k_tokens -> topk_tokens=128, kernel_downsample -> page_size=4",
         ),
+        ({"topk": 16, "preset": "blog"}, {"topk_tokens": 64, "preset": "blog"}, "topk -> topk_tokens=64"),
+        ({"enable_multiturn": True}, {"policy": "rocketkv_mt"}, "enable_multiturn -> policy=rocketkv_mt"),
+        (
+            {"enable_multiturn": True, "policy": "rocketkv"},
+            {"policy": "rocketkv_mt"},
+            "enable_multiturn -> policy=rocketkv_mt",
+        ),
+        (
+            {"sparse_attention_type": "RocketKV", "enable_multiturn": True, "top_k_tokens": 64},
+            {"policy": "rocketkv_mt", "topk_tokens": 64},
+            "enable_multiturn -> policy=rocketkv_mt, top_k_tokens -> topk_tokens=64",
+        ),
+        (
+            {"algorithm": "rocket", "enable_multiturn": True, "pinned_tokens": 4096},
+            {"policy": "rocketkv_mt", "pinned_tokens": 4096},
+            "enable_multiturn -> policy=rocketkv_mt",
+        ),
     ],
 )
 def test_aliases_mean_their_option_and_are_logged_once(
@@ -75,6 +92,7 @@ def test_aliases_mean_their_option_and_are_logged_once(
 
 def test_own_names_log_nothing(log_lines: list[str]) -> None:
     parse({"window_size": 16, "enable_multiturn": False})
+    parse({"policy": "quest", "enable_multiturn": False})
     assert log_lines == []
 
 
@@ -103,15 +121,33 @@ def test_an_option_given_twice(options: dict[str, Any], text: str) -> None:
             "'sparse_attention_type' is 'rocketkv', but must be 'RocketKV': use 'policy' to choose another method",
         ),
         (
-            {"enable_multiturn": True},
-            "'enable_multiturn' needs policy 'rocketkv_mt', which is not available yet: set it to false or drop it",
+            {"enable_multiturn": True, "policy": "quest"},
+            "'enable_multiturn' is of policy 'rocketkv_mt', not of 'quest': set it to false or drop it",
+        ),
+        (
+            {"enable_multiturn": True, "policy": []},
+            "'enable_multiturn' is of policy 'rocketkv_mt', not of []: set it to false or drop it",
+        ),
+        (
+            {"enable_multiturn": False, "policy": "rocketkv_mt"},
+            "'enable_multiturn' is false, but true under policy 'rocketkv_mt': drop it or choose policy 'rocketkv'",
+        ),
+        (
+            {"observation_window": 32, "policy": "hsa"},
+            "'observation_window' means nothing to policy 'hsa': drop it or choose policy 'snapkv', 'rocketkv' or "
+            "'rocketkv_mt'",
+        ),
+        (
+            {"kernel_downsample": 4, "policy": "h2o"},
+            "'kernel_downsample' means nothing to policy 'h2o': drop it or choose policy 'quest', 'hsa', 'rocketkv' or "
+            "'rocketkv_mt'",
         ),
         ({"enable_multiturn": 0}, "'enable_multiturn' is 0, but must be true or false"),
         ({"topk": 0}, "'topk' is 0, but must be an integer from 1 to 4194304, in KT pages"),
         ({"topk": True}, "'topk' is True, but must be an integer from 1 to 4194304, in KT pages"),
         ({"topk": 4194305}, "'topk' is 4194305, but must be an integer from 1 to 4194304, in KT pages"),
         ({"topk": 64, "page_size": "4"}, "'page_size' is '4', but must be an integer from 1 to 256"),
-        ({"topk": 64, "preset": []}, "'preset' is [], but must be 'default', 'reference' or 'trtllm'"),
+        ({"topk": 64, "preset": []}, "'preset' is [], but must be 'default', 'reference', 'trtllm' or 'blog'"),
         ({"observation_window": "32"}, "'observation_window' is '32', but must be an integer from 1 to 1024"),
         (
             {"kt_cache_dtype": "fp8"},

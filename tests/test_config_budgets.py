@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,6 +37,59 @@ def test_block_size() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"policy": "streaming_llm", "sink_tokens": 32, "prompt_budget": 160}, None),
+        (
+            {"policy": "streaming_llm", "sink_tokens": 32, "prompt_budget": 159},
+            "prompt_budget 159 is less than sink_tokens 32 + block size 128: raise prompt_budget to at least 160 or start "
+            "vLLM with a smaller --block-size",
+        ),
+        ({"policy": "h2o", "prompt_budget": 129}, None),
+        (
+            {"policy": "h2o", "prompt_budget": 128},
+            "prompt_budget 128 is less than the newest token, 1 + block size 128: raise prompt_budget to at least 129 or "
+            "start vLLM with a smaller --block-size",
+        ),
+        ({"policy": "quest", "prompt_budget": 1}, None),
+        ({"policy": "snapkv", "preset": "trtllm"}, None),
+        ({"decode_budget": 2048}, None),
+        ({"decode_budget": 2048, "decode_interval": 256}, None),
+        (
+            {"decode_budget": 2048, "decode_interval": 192},
+            "decode_interval 192 is not a multiple of the block size 128: use 256 or start vLLM with a smaller --block-size",
+        ),
+        (
+            {"policy": "h2o", "decode_interval": 1},
+            "decode_interval 1 is not a multiple of the block size 128: use 128 or start vLLM with a smaller --block-size",
+        ),
+        ({"decode_budget": 2048, "window_size": 128}, None),
+        (
+            {"decode_budget": 2048, "window_size": 129},
+            "decode_interval 128 is less than window_size 129, whose queries all come after the eviction before: give a "
+            "decode_interval of at least 256 or lower window_size",
+        ),
+        ({"decode_budget": 2048, "window_size": 129, "decode_interval": 256}, None),
+    ],
+)
+def test_block_size_of_128(options: dict[str, Any], text: str | None) -> None:
+    config = parse(options)
+    if text is None:
+        config.check_block_size(128)
+        return
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        config.check_block_size(128)
+    assert str(caught.value) == f"rocketkv: {text}"
+
+
+def test_page_size_is_of_no_matter_to_policies_that_select_nothing() -> None:
+    for policy in ("full", "streaming_llm", "h2o", "snapkv"):
+        parse({"policy": policy}).check_block_size(18)
+    with pytest.raises(ValueError, match="page_size 4 does not divide the block size 18"):
+        parse({"policy": "quest"}).check_block_size(18)
+
+
 @pytest.mark.parametrize("block_size", [16, 64, 100])
 @pytest.mark.parametrize("group", [1, 3, 8, 48])
 @pytest.mark.parametrize("window", [1, 32, 64])
@@ -62,7 +116,27 @@ def test_window_fits(block_size: int, group: int, window: int, ratio: int) -> No
 
 
 def test_window_fits_only_matters_when_evicting() -> None:
-    parse({"policy": "hsa", "window_size": 1024, "prompt_budget": 1024}).check_window_fits(16, 64)
+    for policy in ("full", "streaming_llm", "h2o", "quest", "hsa"):
+        parse({"policy": policy}).check_window_fits(16, 64)
+
+
+def test_a_window_of_decoded_tokens_needs_a_query_to_fit_into_a_block() -> None:
+    """Its blocks are as many as it needs, so nothing else about it can fail."""
+    for window in (1, 16):
+        config = parse({"window_size": window, "decode_budget": 2048})
+        config.check_window_fits(16, 32)
+        config.check_window_fits(16, 8, 4)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            config.check_window_fits(16, 33)
+        sentence = (
+            "rocketkv: decode_budget parks queries of decoded tokens, and one of 33 query heads per KV head does not fit into "
+            "a block of 16 tokens: drop decode_budget or start vLLM with a larger --block-size"
+        )
+        assert str(caught.value) == sentence
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            config.check_window_fits(16, 9, 4)
+        assert str(caught.value) == sentence.replace("33", "9") + " or use --kv-cache-dtype auto"
+    parse({"window_size": 1}).check_window_fits(16, 33)
 
 
 def test_window_fits_adaptive_names_token_budget() -> None:
@@ -131,24 +205,41 @@ def test_adaptive_selection() -> None:
     assert config.num_selected_pages(10_000) == 128
 
 
+# --- decode-time eviction --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "streaming_llm", "prompt_budget": 64},
+        {"policy": "h2o", "prompt_budget": 64, "decode_budget": 80},
+        {"policy": "snapkv", "prompt_budget": 64, "window_size": 16, "decode_budget": 100, "decode_interval": 48},
+    ],
+)
+@pytest.mark.parametrize("num_prompt_tokens", [1, 63, 64, 65, 80, 200, 1000])
+def test_private_blocks_stay_within_their_bound_for_ever(options: dict[str, Any], num_prompt_tokens: int) -> None:
+    config, block_size = parse(options), 16
+    budget, interval = config.decode_budget_for_step, config.decode_interval_for(block_size)
+    assert budget is not None
+    layout = config.layout(num_prompt_tokens, block_size)
+    natural = config.natural_length(num_prompt_tokens, block_size)
+    assert natural == layout.num_prompt_tokens == (num_prompt_tokens if num_prompt_tokens > 64 else budget + interval)
+    assert layout.is_evictable
+    assert layout.num_private_blocks <= config.max_private_blocks(4096, block_size)
+    most = config.max_private_blocks(4096, block_size) * block_size
+    for position in range(natural, natural + 10 * interval):
+        slot = position - layout.dropped_tokens_at(position)
+        assert 0 <= slot < budget + interval <= most
+        assert slot % block_size == position % block_size
+    last = layout.first_limit
+    assert last is not None
+    assert last - 1 - layout.dropped_tokens_at(last - 1) == budget + interval - 1, "full, so the next one evicts"
+    assert last - layout.dropped_tokens_at(last) == budget
+    # The queries of an eviction's window are all decoded since the eviction before, or are the prompt's own.
+    assert natural == num_prompt_tokens or natural - config.eviction_window >= num_prompt_tokens
+
+
 # --- what the user is told -------------------------------------------------------------------------------------------
-
-
-def test_describe_is_one_line_of_what_the_policy_uses() -> None:
-    assert parse({"policy": "full"}).describe() == "policy full, preset default"
-    assert parse({"policy": "snapkv"}).describe() == (
-        "policy snapkv, preset default, prompt_budget 2048, window_size 32, kernel_size 63, window_softmax all, "
-        "sink_tokens 4"
-    )
-    assert parse({}).describe() == (
-        "policy rocketkv, preset default, prompt_budget 2048, window_size 32, kernel_size 63, window_softmax all, "
-        "sink_tokens 4, topk_tokens 256, recent_tokens 32, page_size 4, granularity page, topr all, "
-        "temperature adaptive, kt_dtype auto"
-    )
-    adaptive = parse({"preset": "reference"}).describe()
-    assert "token_budget 512, max_new_tokens 256" in adaptive
-    assert "topr by token_budget" in adaptive
-    assert "prompt_budget" not in adaptive
 
 
 def test_savings() -> None:
@@ -157,4 +248,6 @@ def test_savings() -> None:
         "a prompt of 7000 tokens keeps 128 of 438 blocks and frees 310 (4.8 MiB)"
     )
     assert parse({"policy": "hsa"}).savings(7000, 16, 16384) == "a prompt of 7000 tokens keeps all of its 438 blocks"
-    assert parse({}).savings(2048, 16, 16384) == "a prompt of 2048 tokens keeps all of its 128 blocks"
+    for options in ({}, {"decode_budget": 2048}, {"policy": "h2o"}, {"policy": "full"}):
+        assert parse(options).savings(2048, 16, 16384) == "a prompt of 2048 tokens keeps all of its 128 blocks"
+    assert parse({"policy": "h2o"}).savings(7000, 16, 16384) == parse({}).savings(7000, 16, 16384)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tests.decode_cases import CASES, EDGES, Case
 from tests.decode_oracle import assert_equally_good, choose
 from tests.decode_step import Layer, Step, assert_attends, assert_bytes, step_of
 from tests.kernel_fixtures import isa, one_thread  # noqa: F401  (used by all tests)
+from vllm_rocketkv.kernels import reference
+from vllm_rocketkv.kernels.options import Estimator
 
 # --------------------------------------------------------------------------------------------- a step
 
@@ -139,12 +142,13 @@ def tied_step(case: Case, is_exact: bool) -> Step:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("by_page", [False, True], ids=["token", "page"])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("group", "estimator"), [(1, "hsa"), (3, "hsa"), (1, "quest"), (4, "quest"), (4, "mean")])
 @pytest.mark.parametrize(("block_size", "page_size"), [(32, 4), (128, 4), (48, 2), (32, 1)])
 def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
-    block_size: int, page_size: int, group: int, by_page: bool, dtype: torch.dtype
+    block_size: int, page_size: int, group: int, estimator: Estimator, by_page: bool, dtype: torch.dtype
 ) -> None:
     case = Case(
+        estimator=estimator,
         requests=tuple((n * page_size, 1) for n in (30, 57, 130)),
         dtype=dtype,
         model_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
@@ -165,6 +169,8 @@ def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
             layer = Layer(step)
             layer.decode()
             layer.case = replace(case, topk=topk)
+            for row in step.rows:
+                row.topk = topk
             for row, selected in zip(step.rows, layer.selected(), strict=True):
                 assert row.scores is not None
                 all_theirs = choose(layer.case, row.scores, row.num_tokens)
@@ -175,9 +181,11 @@ def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
                     assert ours == theirs or (not is_exact and is_about_newest)
 
 
+@pytest.mark.parametrize("estimator", ["hsa", "quest", "mean"])
 @pytest.mark.parametrize("head_size", [64, 128])  # a temperature that is a power of two, and one that rounds
-def test_a_key_beyond_the_bounds_type_is_found(head_size: int) -> None:
+def test_a_key_beyond_the_bounds_type_is_found(head_size: int, estimator: Estimator) -> None:
     case = Case(
+        estimator=estimator,
         head_size=head_size,
         requests=((150, 1),),
         dtype=torch.float32,
@@ -191,8 +199,58 @@ def test_a_key_beyond_the_bounds_type_is_found(head_size: int) -> None:
     for position in (0, 70, 149):
         keys = torch.randn(150, 1, head_size, generator=torch.Generator().manual_seed(position))
         query = torch.rand(1, 3, head_size, generator=torch.Generator().manual_seed(position))
-        keys[position, 0, 9] = 1e5
+        keys[position, 0, 9] = 1e6  # beyond float8_e5m2, and so is the mean of four
         layer = Layer(Step(case, keys=[keys], query=query))
         layer.decode()
         page = position // 4 * 4
         assert layer.selected() == [[list(range(page, min(page + 4, 150)))]]
+
+
+SPECIAL = {
+    "block of 8 pages": {"block_size": 32, "page_size": 4},
+    "block of 32 pages": {"block_size": 128, "page_size": 4},
+    "native": {"block_size": 96, "page_size": 3, "native": "vec"},
+}
+
+
+@pytest.mark.parametrize("estimator", ["quest", "mean"])
+@pytest.mark.parametrize("options", SPECIAL.values(), ids=SPECIAL)
+def test_pages_are_ranked_by_negative_scores_too(options: dict[str, Any], estimator: Estimator) -> None:
+    """Keys that all point away from all queries; the best page is that with the least negative score."""
+    case = Case(requests=((397, 1), (253, 2)), estimator=estimator, by_page=True, topk=13, dense_below=13, **options)
+    draw = torch.Generator().manual_seed(9)
+    keys = [-torch.rand(n, 2, 64, generator=draw) - 0.1 for n, _ in case.requests]
+    step = Step(case, keys=keys, query=torch.rand(3, 6, 64, generator=draw) + 0.1)
+    layer = Layer(step)
+    layer.decode()
+    for row, selected in zip(step.rows, layer.selected(), strict=True):
+        assert row.scores is not None
+        assert (row.scores < 0).all()
+        assert_equally_good(case, row, selected)
+
+
+@pytest.mark.parametrize("estimator", ["quest", "mean"])
+@pytest.mark.parametrize("options", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+def test_a_query_that_is_no_number(number: float, options: dict[str, Any], estimator: Estimator) -> None:
+    """One head's query has it; what the group selects is read off another's output. Scores that are no numbers rank last; a
+    query of zeros ties all pages. Two pages hold zeros, whose product with infinity is no number."""
+    case = Case(
+        requests=((130, 1),), num_kv_heads=1, estimator=estimator, by_page=True, topk=30, dense_below=30, **options
+    )
+    draw = torch.Generator().manual_seed(2)
+    keys, query = torch.randn(130, 1, 64, generator=draw), torch.randn(1, 3, 64, generator=draw)
+    keys[: 2 * case.page_size] = 0.0
+    query[0, 0, 5] = number
+    if number == 0:
+        query[:] = number
+    step = Step(case, keys=[keys], query=query)
+    low, high = step._bounds(0, 130)
+    if estimator == "quest":
+        scores = reference.quest_scores(query[0].bfloat16(), low, high, 130, case.page_size)
+    else:
+        scores = reference.mean_scores(query[0].bfloat16(), low, 130, case.page_size)
+    assert scores.isnan().any() == (number != 0)
+    layer = Layer(step)
+    layer.decode()
+    assert layer.selected(first_head=1) == [choose(case, scores, 130)]

@@ -51,13 +51,27 @@ def test_refuses_tensors_that_do_not_fit() -> None:
     refused("rows must be contiguous int32", rows=Layer(step).table[:, :5].contiguous())
     refused("block_table must be int32", block_table=step.table.long())
     refused("native_layout must be", native_layout=torch.zeros(5, dtype=torch.int32))
+    refused("score_offset must lie behind", score_offset=step.kt_offset)
+
+
+def test_refuses_an_estimator_that_the_kt_table_is_not_for() -> None:
+    refused("unknown estimator 3", estimator=3)
+    refused("unknown estimator -1", estimator=-1)
+    refused("pages hold their keys' bounds, which estimator 2", estimator=2)
+    for estimator in (0, 1):
+        refused(f"pages hold their keys' mean, which estimator {estimator}", kt_is_mean=True, estimator=estimator)
+    step = step_of(Case(dense_below=1 << 30))  # nothing is ranked
+    Layer(step).decode(estimator=2)
+    Layer(step).decode(kt_is_mean=True)
 
 
 def test_refuses_rows_that_leave_the_batch_or_the_table() -> None:
     step = step_of(Case())
     blocks, requests = step.table.shape[1], step.table.shape[0]
     message = "row 2 leaves the batch"
-    for column, values in enumerate([(-1, step.batch), (-1, requests), (-1, blocks), (0, 32 * blocks + 1), (0,)]):
+    for column, values in enumerate(
+        [(-1, step.batch), (-1, requests), (-1, blocks), (0, 32 * blocks + 1), (0,), (), (0, -1)]  # not of `later`
+    ):
         for value in values:
             refused(message, rows=changed_rows(column, value), max_tokens=max(value, 317))
     for block in (-1, len(step.bytes)):
@@ -74,15 +88,15 @@ def test_refuses_a_row_longer_than_max_tokens() -> None:
 def test_refuses_pages_that_do_not_exist() -> None:
     step = step_of(next(case for case in CASES if case.native))
     layer, case = Layer(step), step.case
-    kt = TYPES[case.dtype], step.kt_offset, TYPES[case.kt_dtype]
+    kt, mean_and_scores = (TYPES[case.dtype], step.kt_offset, TYPES[case.kt_dtype]), (case.estimator == "mean", 0)
     for page in ([len(step.bytes), 0, 1], [-1, 0, 1], [1, -1, 1], [1, case.block_size // case.page_size, 1]):
         table = torch.tensor([[1, 0, 1], page], dtype=torch.int32)
         with pytest.raises(RuntimeError, match="page 1 does not exist"):
-            ops.summarise_pages(layer.kv_cache, table, *kt, case.page_size, step.native_layout)
+            ops.summarise_pages(layer.kv_cache, table, *kt, case.page_size, *mean_and_scores, step.native_layout)
     with pytest.raises(RuntimeError, match="pages must be contiguous int32"):
-        ops.summarise_pages(layer.kv_cache, table.long(), *kt, case.page_size, step.native_layout)
+        ops.summarise_pages(layer.kv_cache, table.long(), *kt, case.page_size, *mean_and_scores, step.native_layout)
     with pytest.raises(RuntimeError, match="there is no KT table"):
-        ops.summarise_pages(layer.kv_cache, table, *kt, 0, step.native_layout)
+        ops.summarise_pages(layer.kv_cache, table, *kt, 0, *mean_and_scores, step.native_layout)
 
 
 def test_refuses_an_unknown_instruction_set() -> None:
@@ -102,7 +116,7 @@ def test_schemas_and_fakes() -> None:
             mode.from_tensor(x) for x in (layer.kv_cache, torch.zeros(1, 3, dtype=torch.int32), step.native_layout)
         ]
         kt = TYPES[step.case.dtype], step.kt_offset, TYPES[step.case.kt_dtype], step.case.page_size
-        assert ops.summarise_pages(*fakes[:2], *kt, fakes[2]) is None
+        assert ops.summarise_pages(*fakes[:2], *kt, False, 0, fakes[2]) is None
     assert torch.equal(layer.bytes, step.bytes)
 
 

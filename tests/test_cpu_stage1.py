@@ -7,9 +7,8 @@ Whatever a test does not write is random bytes, NaNs among them: what lies behin
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -17,34 +16,11 @@ from torch import Tensor
 
 from tests.combinations import combined
 from tests.kernel_fixtures import isa, one_thread  # noqa: F401  (used by all tests)
-from tests.stage1_oracle import Stage1Case, assert_equally_good
-from vllm_rocketkv.kernels import cpu, reference
-
-TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]  # by csrc/cpu's enum
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-MODEL_TYPES = TYPES[:3]
-KT_TYPES = [torch.float8_e5m2, torch.bfloat16]
-
-assert cpu is not None  # its import registers torch.ops.rocketkv_cpu
-
+from tests.stage1_layer import INTEGERS, KT_TYPES, LAYOUTS, MODEL_TYPES, TYPES, Case, Layer, draw_prompt
+from tests.stage1_oracle import assert_equally_good
+from vllm_rocketkv.kernels import reference
 
 # --------------------------------------------------------------------------------------------- cases
-
-
-@dataclass(frozen=True)
-class Case(Stage1Case):
-    layout: str = "vec"
-    page_size: int = 4  # 0: no KT table
-    kt_dtype: torch.dtype = torch.bfloat16
-    magnitude: float = 1.0  # of keys and values
-
-    @property
-    def detail(self) -> str:
-        return self.layout
-
-    @property
-    def num_prompt_blocks(self) -> int:
-        return -(-self.num_tokens // self.block_size)
 
 
 def generated_cases(count: int) -> list[Case]:
@@ -57,7 +33,7 @@ def generated_cases(count: int) -> list[Case]:
         "num_kv_heads": [1, 2, 3],
         "group": [1, 3, 4, 7, 16],
         "block_size": [32, 128, 48, 16],
-        "layout": ["vec", "vec16", "amx", "rows"],
+        "layout": LAYOUTS,
         "num_tokens": [66, 129, 257, 333, 521, 610],
         "window": [1, 5, 32],
         "kernel_size": [1, 5, 63, 701],
@@ -67,6 +43,7 @@ def generated_cases(count: int) -> list[Case]:
         "page_size": [0, 1, 2, 4, 8, 16],
         "kt_dtype": KT_TYPES,
         "magnitude": [1.0],
+        "accumulates": [False, True],
     }
     cases = []
     for i, values in enumerate(combined(axes, count, draw)):
@@ -89,99 +66,6 @@ EDGES = [
     Case(num_tokens=1500, window=600, num_kept=700, group=1, softmax="prefix"),  # a window longer than a run
     Case(num_tokens=640, sinks=16, num_kept=40, softcap=5.0, softmax="prefix"),
 ]
-
-
-def layout_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Offsets of vLLM's native layout: of the op itself where it has one for the dtype and size, else by its formulas."""
-    B, D = case.block_size, case.head_size
-    if case.layout.startswith("vec") and case.dtype.itemsize > 1 and B % 32 == 0:
-        from vllm_rocketkv.backend.paged_cache import probe_block_layout
-
-        probed = probe_block_layout(case.layout, case.dtype, B, D)
-        return probed.key_token, probed.key_dim, probed.value_token, probed.value_dim
-    t, d = torch.arange(B), torch.arange(D)
-    if case.layout == "amx":
-        key = t // 16 * 16 * D + t % 16 * 2, d // 2 * 32 + d % 2
-        value = B * D + t // 2 * 32 + t % 2, d // 16 * 16 * B + d % 16 * 2
-    elif case.layout == "rows":  # none of vLLM's: neither contiguous nor pairs
-        key, value = (t * D, d), (B * D + t * D, d)
-    else:
-        key, value = (t, d * B), (B * D + t * D, d)
-    return *key, *value
-
-
-class Layer:
-    """A cache of random bytes that holds the case's keys and values in native blocks ``prompt_blocks``."""
-
-    def __init__(self, case: Case, keys: Tensor, values: Tensor) -> None:
-        self.case = case
-        draw = torch.Generator().manual_seed(case.seed)
-        n, B, D, H = case.num_prompt_blocks, case.block_size, case.head_size, case.num_kv_heads
-        self.num_private = -(-case.num_kept // B)
-        num_blocks = n + self.num_private + 3
-        kv_bytes = H * 2 * B * D * case.dtype.itemsize
-        self.kt_offset = (kv_bytes + 63) // 64 * 64
-        self.kt_shape = (H, D, 2, B // case.page_size if case.page_size else 0)
-        kt_bytes = torch.Size(self.kt_shape).numel() * case.kt_dtype.itemsize
-        block_bytes = self.kt_offset + (kt_bytes + 127) // 64 * 64
-        self.bytes = torch.randint(0, 256, (num_blocks, block_bytes), dtype=torch.uint8, generator=draw)
-        order = torch.randperm(num_blocks, generator=draw).int()
-        self.prompt_blocks, self.private_blocks = order[:n].clone(), order[n : n + self.num_private].clone()
-        self.offsets = layout_of(case)
-        self.native_layout = torch.cat(self.offsets).int()
-        self.kv_cache = self.bytes[:, :kv_bytes].view(case.dtype).unflatten(1, (H, B, 2 * D))
-        if case.dtype.itemsize == 1:
-            self.kv_cache = self.kv_cache.view(torch.uint8)
-        heads = self.heads(self.bytes)
-        tokens = torch.arange(case.num_tokens)
-        block, offset = self.prompt_blocks.long()[tokens // B], tokens % B
-        for token, dim, what in ((*self.offsets[:2], keys), (*self.offsets[2:], values)):
-            where = token[offset][:, None] + dim
-            for h in range(H):
-                heads[block[:, None], h, where] = what[:, h].contiguous().view(heads.dtype)
-
-    def heads(self, raw: Tensor) -> Tensor:
-        """``[num_blocks, H, 2 * B * D]`` elements as integers."""
-        H, size = self.case.num_kv_heads, 2 * self.case.block_size * self.case.head_size
-        itemsize = self.case.dtype.itemsize
-        return raw[:, : H * size * itemsize].view(INTEGERS[itemsize]).unflatten(1, (H, size))
-
-    def kt(self, raw: Tensor) -> Tensor:
-        """``[num_blocks, H, D, 2, pages]`` of the KT dtype."""
-        size = torch.Size(self.kt_shape).numel() * self.case.kt_dtype.itemsize
-        return raw[:, self.kt_offset : self.kt_offset + size].view(self.case.kt_dtype).unflatten(1, self.kt_shape)
-
-    @property
-    def description(self) -> tuple[Any, ...]:
-        case = self.case
-        types = TYPES.index(case.dtype), TYPES.index(case.kt_dtype)
-        return types[0], case.key_scale, 1.0, self.kt_offset, types[1], case.page_size, self.native_layout
-
-    def keep(self, query: Tensor, num_kept: int | None = None, **other: Any) -> Tensor:
-        case = self.case
-        options = {
-            "scale": case.scale,
-            "softcap": case.softcap,
-            "softmax_over_all": case.softmax == "all",
-            "kernel_size": case.kernel_size,
-            "sink_tokens": case.sinks,
-        }
-        arguments = (query, self.kv_cache, other.pop("prompt_blocks", self.prompt_blocks), case.num_tokens)
-        num_kept = case.num_kept if num_kept is None else num_kept
-        return torch.ops.rocketkv_cpu.keep_tokens(*arguments, num_kept, *self.description, **(options | other))
-
-    def compact(self, kept: Tensor) -> None:
-        blocks = self.prompt_blocks, self.private_blocks
-        torch.ops.rocketkv_cpu.compact(self.kv_cache, *blocks, kept, *self.description)
-
-
-def draw_prompt(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """The window's queries ``[W, Hq, D]``, keys and values ``[N, Hkv, D]`` as stored."""
-    draw = torch.Generator().manual_seed(case.seed)
-    heads, shape = case.num_kv_heads * case.group, (case.num_tokens, case.num_kv_heads, case.head_size)
-    query = torch.randn(case.window, heads, case.head_size, generator=draw) * 2
-    keys, values = (torch.randn(shape, generator=draw) * case.magnitude for _ in range(2))
-    return query.to(case.model_dtype), keys.to(case.dtype), values.to(case.dtype)
 
 
 @cache
@@ -227,7 +111,7 @@ def test_keeps_everything_within_the_budget(num_kept: int) -> None:
     assert torch.equal(kept, torch.arange(333, dtype=torch.int32).expand(2, 333))
 
 
-@pytest.mark.parametrize("layout", ["vec", "amx", "rows"])
+@pytest.mark.parametrize("layout", ["vec", "amx", "rows", "private"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_equal_keys_tie_wherever_they_lie_and_the_lower_index_wins(dtype: torch.dtype, layout: str) -> None:
     model = dtype if dtype.itemsize > 1 else torch.bfloat16
@@ -273,10 +157,12 @@ def test_a_weight_that_dominates_every_other_survives() -> None:
     assert 700 in kept[0].tolist()
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_the_number_of_threads_changes_nothing(dtype: torch.dtype) -> None:
+def test_the_number_of_threads_changes_nothing(dtype: torch.dtype, in_place: bool) -> None:
     model = dtype if dtype.itemsize > 1 else torch.float16
-    case = Case(dtype, model, num_kv_heads=3, num_tokens=1901, num_kept=400, layout="amx")
+    layout = "private" if in_place else "amx"
+    case = Case(dtype, model, num_kv_heads=3, num_tokens=1901, num_kept=400, layout=layout, in_place=in_place)
     query, keys, values = draw_prompt(case)
     results = []
     for threads in (1, 2, 2):
@@ -296,6 +182,7 @@ def test_the_number_of_threads_changes_nothing(dtype: torch.dtype) -> None:
 
 COMPACTIONS = [
     *CASES,
+    *(replace(case, layout="private", in_place=True, accumulates=i % 2 == 0) for i, case in enumerate(CASES)),
     Case(magnitude=1e25, kt_dtype=torch.bfloat16, head_size=32),  # beyond what bounds count as
     Case(magnitude=1e25, kt_dtype=torch.float8_e5m2, head_size=32),  # beyond the largest bound
     Case(torch.float32, torch.float32, magnitude=1e5, kt_dtype=torch.float8_e5m2, page_size=1),
@@ -315,13 +202,16 @@ def test_compaction_copies_bits_and_bounds_full_pages_and_writes_nothing_else(ca
     H, B, D, page = case.num_kv_heads, case.block_size, case.head_size, case.page_size
     kept = torch.stack([torch.randperm(case.num_tokens, generator=draw)[: case.num_kept] for _ in range(H)])
     kept = kept.sort().values
-    expected = layer.bytes.clone()
+    before, expected = layer.bytes.clone(), layer.bytes.clone()
     position = torch.arange(case.num_kept)
     block, offset = layer.private_blocks.long()[position // B], position % B
     tokens = layer.heads(expected).unflatten(2, (B, 2, D))
     for h in range(H):
         tokens[block, h, offset, 0] = keys[kept[h], h].view(tokens.dtype)
         tokens[block, h, offset, 1] = values[kept[h], h].view(tokens.dtype)
+        if case.accumulates:
+            source = layer.prompt_blocks.long()[kept[h] // B]
+            layer.sums(expected)[block, h, offset] = layer.sums(before)[source, h, kept[h] % B]
 
     layer.compact(kept.int())
 
@@ -370,3 +260,21 @@ def test_refuses_what_would_leave_the_cache() -> None:
     layer.native_layout[5] = 2 * case.block_size * case.head_size
     with pytest.raises(RuntimeError, match="native_layout leaves the block"):
         layer.keep(query)
+
+
+def test_in_place_refuses_what_would_move_a_token_back() -> None:
+    case = Case(layout="private", in_place=True)
+    _, keys, values = draw_prompt(case)
+    kept = torch.arange(101, dtype=torch.int32).repeat(2, 1)
+    layer = Layer(case, keys, values)
+    for pair in ([50, 50], [51, 50]):
+        wrong = kept.clone()
+        wrong[1, 50:52] = torch.tensor(pair)
+        with pytest.raises(RuntimeError, match=f"kept must be ascending, but head 1 has {pair[0]} before 50"):
+            layer.compact(wrong)
+    layer.private_blocks = layer.prompt_blocks[1:5].clone()
+    with pytest.raises(RuntimeError, match="private_blocks must be the first of prompt_blocks"):
+        layer.compact(kept)
+    layer = Layer(replace(case, layout="rows"), keys, values)
+    with pytest.raises(RuntimeError, match="native_layout must be that of private blocks"):
+        layer.compact(kept)

@@ -18,8 +18,10 @@ import torch
 from tests.kernel_fixtures import one_thread  # noqa: F401  (used by all tests)
 from tests.layer_harness import World
 from tests.layer_request import Request, Shape, Step, causal, cut
+from tests.policy_oracle import Lengths
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels import reference
+from vllm_rocketkv.options import USED_BY
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 E5M2 = {"kt_dtype": "float8_e5m2"}
@@ -54,10 +56,17 @@ def make_options(policy: str, preset: str, shape: Shape, **extra: Any) -> dict[s
         options |= {"token_budget": 64, "max_new_tokens": 16, "kernel_size": 7}
         if B == 32 and shape.group > 6:
             options["token_budget"] = 112  # room to park the window
-    elif preset == "trtllm":
+    elif preset in ("trtllm", "blog"):
         options |= {"prompt_budget": budget, "kernel_size": 7, "topk_tokens": 32}
     else:
         options |= {"prompt_budget": budget, "kernel_size": 7, "topk_tokens": 32, "sink_tokens": 3, "recent_tokens": 6}
+        if policy == "streaming_llm":
+            options["sink_tokens"] = 5
+    options = {name: value for name, value in options.items() if policy in USED_BY.get(name, {policy})}
+    if preset == "default" and policy in ("streaming_llm", "h2o"):
+        options["decode_interval"] = B
+    if "decode_budget" in extra:  # given as what it is more than the prompt's
+        extra = {"decode_interval": B} | extra | {"decode_budget": budget + extra["decode_budget"]}
     return options | extra
 
 
@@ -119,6 +128,37 @@ def make_cases() -> list[Case]:
         (in_fp8(2, 3, 32, BF16, 64, "fp8_e5m2"), "hsa", "default", {}),
         (in_fp8(2, 4, 64, BF16, 32), "full", "default", {}),
     ]
+    rows += [
+        (shaped(2, 1, 32, F32, 32), "quest", "default", {}),
+        (shaped(1, 6, 64, F32, 64, 30), "quest", "default", E5M2 | {"page_size": 8}),
+        (shaped(2, 4, 80, BF16, 32), "quest", "default", {"page_size": 2}),
+        (shaped(1, 8, 128, F16, 128), "quest", "default", {"page_size": 16}),
+        (in_fp8(2, 3, 64, BF16, 32), "quest", "default", {}),
+        (shaped(2, 4, 64, F32, 32), "rocketkv", "blog", {}),
+        (shaped(1, 7, 96, BF16, 64), "rocketkv", "blog", E5M2 | {"page_size": 8}),
+        (in_fp8(2, 2, 64, BF16, 32), "rocketkv", "blog", {}),
+        (shaped(2, 3, 80, F32, 32), "hsa", "blog", {}),
+        (shaped(1, 6, 32, F16, 64, 30), "rocketkv_mt", "default", {}),
+        (shaped(2, 1, 32, F32, 32), "streaming_llm", "default", {}),
+        (shaped(1, 7, 80, BF16, 64), "streaming_llm", "default", {"sink_tokens": 32}),
+        (shaped(2, 3, 128, F16, 32, 30), "streaming_llm", "default", {"decode_budget": 11, "decode_interval": 64}),
+        (in_fp8(2, 4, 64, BF16, 32), "streaming_llm", "default", {}),
+        (shaped(2, 1, 32, F32, 32), "h2o", "default", {}),
+        (shaped(1, 6, 64, F32, 64, 30), "h2o", "default", {"recent_share": 0.25}),
+        (shaped(2, 4, 80, BF16, 32), "h2o", "default", {"decode_budget": 11, "decode_interval": 64}),
+        (shaped(1, 8, 96, F16, 32), "h2o", "default", {"recent_share": 0.9}),
+        (shaped(2, 3, 32, F32, 128), "h2o", "default", {}),
+        (in_fp8(2, 4, 64, BF16, 32), "h2o", "default", {}),
+        (shaped(2, 3, 64, F32, 32), "snapkv", "default", {"decode_budget": 0}),
+        (shaped(1, 8, 32, BF16, 64, 30), "snapkv", "trtllm", {"decode_budget": 9}),
+        (in_fp8(2, 4, 64, BF16, 32), "snapkv", "default", {"decode_budget": 0, "decode_interval": 64}),
+        (shaped(2, 4, 64, F32, 32), "rocketkv", "default", {"decode_budget": 0}),
+        (shaped(2, 1, 32, F32, 32), "rocketkv", "default", {"decode_budget": 5, "window_size": 32}),
+        (shaped(1, 6, 80, BF16, 64), "rocketkv", "trtllm", {"decode_budget": 0}),
+        (shaped(2, 2, 128, F16, 32), "rocketkv", "default", {"decode_budget": 30, "granularity": "token"}),
+        (shaped(2, 3, 64, F32, 32), "rocketkv", "blog", {"decode_budget": 0}),
+        (in_fp8(2, 4, 64, BF16, 32), "rocketkv", "default", E5M2 | {"decode_budget": 0}),
+    ]
     return [Case(shape, make_options(policy, preset, shape, **extra)) for shape, policy, preset, extra in rows]
 
 
@@ -127,13 +167,13 @@ CASES = make_cases()
 
 def prompt_lengths(config: RocketKVConfig, block_size: int) -> list[int]:
     """Around every border. An adaptive budget grows with the prompt: its own is the fixed point."""
-    B, W = block_size, config.window_size
+    B, W = block_size, config.eviction_window
     N = 1
-    while not config.is_sparse(N, B) and N < 2000:
+    while config.prompt_budget_for(N, B) >= N and N < 2000:
         N += 1
     P = N - 1 if N < 2000 else 2 * B
     some = -(-(P + B) // B)  # blocks of a prompt that is surely beyond the budget
-    lengths = [W - 1, W, W + 1, P - 1, P, P + 1, P + B, some * B - 1, some * B, some * B + 1]
+    lengths = [W - 1 or 3, W, W + 1, P - 1, P, P + 1, P + B, some * B - 1, some * B, some * B + 1]
     return [*lengths, 3 * 48 + 1, some * B + 2 * B + 5, 2 * P + 3 * B + 7]
 
 
@@ -167,22 +207,49 @@ def decode(chance: random.Random, num_steps: int) -> list[Step]:
     return steps
 
 
+def live_on(
+    N: int, style: int, config: RocketKVConfig, block_size: int, start: int, chance: random.Random
+) -> list[Step]:
+    """A life that ends around an eviction of decoded tokens: most of it recomputed, as after preemption, in steps that
+    may cross several evictions, the rest token by token."""
+    W, lengths = config.eviction_window, Lengths(N, config, block_size)
+    milestones = lengths.milestones()
+    end = max(chance.choice(milestones) + chance.choice([-1, 0, 1, 5]), N + 1)
+    singles = min(chance.choice([0, 4, W + 3, end if style == 5 else 2]), end - N)
+    borders = {
+        0: [],
+        1: range(start + 48, end, 48),
+        2: [m - W + border for m in milestones for border in (0, 6, 7)],
+        3: [m + border for m in milestones for border in (-1, 0, 1)],
+        4: [m - W // 2 for m in milestones],
+        5: [N - W // 2, N],
+    }[style]
+    return cut(end - singles, *borders, start=start) + [Step(1, 1)] * singles
+
+
 def make_requests(world: World, seed: int) -> list[Request]:
     chance = random.Random(seed)
     shape, config = world.shape, world.config
-    B, W = shape.block_size, config.window_size
+    B, W = shape.block_size, config.eviction_window
+    is_long = config.decode_budget_for_step is not None
     most_outputs = 36 if B == 32 and shape.head_size <= 64 else 9  # the reference takes its time
     requests: list[Request] = []
     for index, N in enumerate(prompt_lengths(config, B)):
-        steps = prefill((seed + 3 * index) % 8, N, W, 0, chance, most_outputs) + decode(chance, 3 + 2 * (N % 3))
+        if is_long:
+            steps = live_on(N, (seed + index) % 6, config, B, 0, chance)
+        else:
+            steps = prefill((seed + 3 * index) % 8, N, W, 0, chance, most_outputs) + decode(chance, 3 + 2 * (N % 3))
         requests.append(Request(N, steps, shape, config, 1000 * seed + index))
     # Two that are admitted onto the blocks that the longest computes, in the step that computes them (I7 caps the hit).
     owner = requests[-1]
     for extra, style in ((0, 0), (2 * B + 9, 6)):
         N = owner.num_prompt - B + extra
         first_end = owner.steps[0].num_tokens
-        hit = min(first_end, owner.num_prompt, N - W) // B * B
-        steps = prefill(style, N, W, hit, chance, most_outputs) + decode(chance, 3)
+        hit = 0 if config.accumulates else min(first_end, owner.num_prompt, N - W) // B * B
+        if is_long:
+            steps = live_on(N, style % 5, config, B, hit, chance)
+        else:
+            steps = prefill(style, N, W, hit, chance, most_outputs) + decode(chance, 3)
         seed_of = 1000 * seed + 500 + extra
         requests.append(Request(N, steps, shape, config, seed_of, prefix_of=owner if hit else None, num_hit=hit))
     return requests
@@ -200,6 +267,35 @@ def test_layer_is_the_reference(index: int, tmp_path: Path) -> None:
     assert world.shared_in_step == sum(request.prefix_of is not None for request in requests)
 
 
+@pytest.mark.parametrize(
+    ("policy", "preset", "extra"),
+    [
+        ("quest", "default", {}),
+        ("rocketkv", "blog", {}),
+        ("streaming_llm", "default", {}),
+        ("h2o", "default", {}),
+        ("snapkv", "default", {"decode_budget": 0}),
+        ("rocketkv", "default", {"decode_budget": 0}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_hard_numbers(policy: str, preset: str, extra: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    """Equal keys, one key that all want, queries that want nothing, and norms beyond every softmax."""
+    shape = shaped(2, 3, 64, dtype, 32)
+    world = make_world(Case(shape, make_options(policy, preset, shape, **extra)), tmp_path, 0)
+    chance = random.Random(0)
+    requests = []
+    for index, numbers in enumerate(("ties", "dominating", "zero", "huge") * 2):
+        N = (70, 200)[index // 4]
+        if world.config.decode_budget_for_step is None:
+            steps = prefill(index, N, world.config.eviction_window, 0, chance) + decode(chance, 5)
+        else:
+            steps = live_on(N, index % 6, world.config, shape.block_size, 0, chance)
+        requests.append(Request(N, steps, shape, world.config, index, numbers=numbers))
+    world.run(requests, at_once=4)
+
+
 def test_guests_on_blocks_that_their_owner_computes_in_the_same_step(tmp_path: Path) -> None:
     """I11, with the owner's prompt completed, and therefore compacted, in that step."""
     world = make_world(CASES[0], tmp_path, 0)
@@ -210,7 +306,7 @@ def test_guests_on_blocks_that_their_owner_computes_in_the_same_step(tmp_path: P
     assert world.shared_in_step == 2
 
 
-@pytest.mark.parametrize("policy", ["rocketkv", "snapkv", "hsa"])
+@pytest.mark.parametrize("policy", ["rocketkv", "snapkv", "hsa", "quest"])
 def test_layer_that_shares_a_cache_reads_what_its_owner_wrote(policy: str, tmp_path: Path) -> None:
     shape = Shape(num_kv_heads=2, group=3, head_size=32, shares_cache=True)
     world = make_world(Case(shape, make_options(policy, "default", shape)), tmp_path, 5)
@@ -243,7 +339,7 @@ def test_largest_window_that_start_up_accepts_can_be_parked(
     world.run([Request(4 * B, [*steps, Step(1, 1)], shape, world.config, group)])
 
 
-@pytest.mark.parametrize("policy", ["rocketkv", "snapkv", "hsa", "full"])
+@pytest.mark.parametrize("policy", ["rocketkv", "snapkv", "hsa", "full", "quest", "streaming_llm", "h2o"])
 @pytest.mark.parametrize("is_stale", [False, True], ids=["no-lens", "stale-lens"])
 def test_dummy_run_writes_nothing(policy: str, is_stale: bool, tmp_path: Path) -> None:
     """Whatever prompt lengths the runner's buffers still hold from another batch."""

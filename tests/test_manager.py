@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.scheduler_model import Model
 from tests.scheduler_parts import (
@@ -21,30 +17,25 @@ from tests.scheduler_parts import (
     Setting,
     ceil_div,
     fake_vllm_config,
-    make_manager,
     make_request,
     plain_spec,
+    small_config,
     startup_pool,
 )
 from vllm_rocketkv.cache.manager import Form
-from vllm_rocketkv.cache.spec import RocketKVSpec, rocketkv_spec
+from vllm_rocketkv.cache.spec import rocketkv_spec
 from vllm_rocketkv.config import RocketKVConfig
 
 B, M = 16, 144
 
 
-def config(policy: str, **options: Any) -> RocketKVConfig:
-    small = {"window_size": 8, "prompt_budget": 32, "topk_tokens": 16, "sink_tokens": 0, "recent_tokens": 4}
-    return RocketKVConfig.parse({"policy": policy, **small, **options})
-
-
-ROCKETKV = config("rocketkv")
-TIGHT = config("rocketkv", prompt_budget=24)  # P = W + B
-UNALIGNED = config("snapkv", prompt_budget=43, window_size=5)
-ONE_QUERY = config("rocketkv", prompt_budget=17, window_size=1)
-WIDE_WINDOW = config("rocketkv", prompt_budget=40, window_size=24)  # the window spans blocks
-HSA = config("hsa", prompt_budget=24)
-FULL = config("full")
+ROCKETKV = small_config("rocketkv")
+TIGHT = small_config("rocketkv", prompt_budget=24)  # P = W + B
+UNALIGNED = small_config("snapkv", prompt_budget=43, window_size=5)
+ONE_QUERY = small_config("rocketkv", prompt_budget=17, window_size=1)
+WIDE_WINDOW = small_config("rocketkv", prompt_budget=40, window_size=24)  # the window spans blocks
+HSA = small_config("hsa", prompt_budget=24)
+FULL = small_config("full")
 ADAPTIVE = RocketKVConfig.parse(
     {"policy": "rocketkv", "preset": "reference", "token_budget": 40, "max_new_tokens": 8, "window_size": 8}
 )
@@ -59,6 +50,9 @@ class Schedules(RuleBasedStateMachine):
     """Any order of what users, the scheduler and the pipeline can do. ``Model`` checks after each action."""
 
     configs: tuple[RocketKVConfig, ...] = EVICTING
+    own: tuple[RocketKVConfig | None, ...] = (None,)
+    """Configurations of single requests."""
+    speculates = True
     mirror = False
     longest = M - 1
 
@@ -73,8 +67,8 @@ class Schedules(RuleBasedStateMachine):
                 spare_blocks=data.draw(st.sampled_from([0, 1, 3, 8, 60]), "spare blocks"),
                 depth=depth,
                 async_scheduling=data.draw(st.booleans(), "async"),
-                lookahead=data.draw(st.integers(0, 3), "lookahead"),
-                num_drafts=0 if depth else data.draw(st.sampled_from([0, 0, 2]), "drafts"),
+                lookahead=data.draw(st.integers(0, 3), "lookahead") if self.speculates else 0,
+                num_drafts=data.draw(st.sampled_from([0, 0, 2]), "drafts") if self.speculates and not depth else 0,
                 caching=data.draw(st.sampled_from([True, True, True, False]), "caching"),
                 full_sequence_must_fit=data.draw(st.booleans(), "full sequence must fit"),
                 mirror=self.mirror,
@@ -88,11 +82,15 @@ class Schedules(RuleBasedStateMachine):
         stream=st.integers(1, 2),
         shared=st.one_of(st.just(10**9), st.integers(0, M)),
         external=st.sampled_from([0, 0, 0, 5, 16, 40, 100]),
+        own=st.integers(0, 11),
     )
-    def add(self, length: int, max_tokens: int, stream: int, shared: int, external: int) -> None:
+    def add(self, length: int, max_tokens: int, stream: int, shared: int, external: int, own: int) -> None:
         length = min(length, self.longest, self.model.M - 1)
         max_tokens = min(max_tokens, self.model.M - length)
-        self.model.add(length, max_tokens, stream, shared, external if self.model.setting.caching else 0)
+        config = self.own[own % len(self.own)]
+        if not self.model.setting.caching or (config or self.model.config).accumulates:  # which takes no tokens unseen
+            external = 0
+        self.model.add(length, max_tokens, stream, shared, external, config)
 
     @rule(budget=st.one_of(st.integers(1, 24), st.sampled_from([1, 7, 32, 64, 200])), accept=st.integers(0, 2))
     def step(self, budget: int, accept: int) -> None:
@@ -322,54 +320,6 @@ def test_refused_lookup_leaves_nothing_behind() -> None:
     model.abort(waiting)
     assert waiting.request.request_id not in model.ours._sparse_requests
     model.finish_all()
-
-
-# --- the format -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize(
-    ("policy", "dtype", "size"), [("rocketkv", "auto", 2), ("hsa", "float8_e5m2", 1), ("snapkv", "auto", 0)]
-)
-def test_page_bytes(block_size: int, policy: str, dtype: str, size: int) -> None:
-    spec = rocketkv_spec(plain_spec(block_size), config(policy, prompt_budget=128, kt_dtype=dtype))
-    kv = 2 * 2 * block_size * 16 * 2  # K and V, heads, tokens, dimensions, bfloat16
-    kt = 2 * 2 * (block_size // 4) * 16 * size  # heads, minimum and maximum, pages, dimensions
-    assert (spec.kt_offset_bytes, spec.kt_size_bytes) == (kv, kt)
-    assert spec.page_size_bytes == kv + kt
-    larger = spec.copy_with_new_block_size(2 * block_size)
-    assert type(larger) is RocketKVSpec
-    assert larger.page_size_bytes == 2 * (kv + kt)
-    assert larger.copy_with_new_block_size(block_size) == spec
-
-
-def test_page_bytes_are_aligned() -> None:
-    base = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=9, dtype=torch.int8)
-    spec = rocketkv_spec(base, config("rocketkv", page_size=16, topk_tokens=32, kt_dtype="float8_e5m2"))
-    assert spec.unpadded_page_size_bytes == 2 * 16 * 9
-    assert (spec.kt_offset_bytes, spec.kt_size_bytes, spec.page_size_bytes) == (320, 64, 384)
-
-
-def test_padding_of_vllm_is_kept() -> None:
-    spec = rocketkv_spec(plain_spec(B), ROCKETKV)
-    assert replace(spec, page_size_padded=2 * spec.page_size_bytes).page_size_bytes == 2 * spec.page_size_bytes
-
-
-def test_merge_refuses_every_mixture() -> None:
-    spec = rocketkv_spec(plain_spec(B), ROCKETKV)
-    assert RocketKVSpec.merge([spec, rocketkv_spec(plain_spec(B), ROCKETKV)]) == spec
-    others = [plain_spec(B), rocketkv_spec(plain_spec(B), TIGHT), rocketkv_spec(plain_spec(2 * B), ROCKETKV)]
-    for other in others:
-        with pytest.raises(AssertionError):
-            RocketKVSpec.merge([spec, other])
-        with pytest.raises(AssertionError):
-            RocketKVSpec.merge([other, spec])
-
-
-def test_blocks_too_large_for_the_budget_are_refused() -> None:
-    spec = rocketkv_spec(plain_spec(2 * B), TIGHT)
-    with pytest.raises(ValueError, match="prompt_budget 24 is less than"):
-        make_manager(spec, 50, M)
 
 
 def test_short_requests_are_not_tracked() -> None:

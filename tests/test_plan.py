@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -13,35 +11,51 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from tests.plan_oracle import (
+    HEAD_SIZE,
+    MAX_LEN,
+    QUERIES_PER_BLOCK,
+    WINDOW,
+    B,
+    Expected,
+    Request,
+    check,
+    evictions_of,
+    expect_tokens,
+)
 from vllm_rocketkv import compat
-from vllm_rocketkv.backend.metadata import PromptTable, RocketKVMetadata, RocketKVMetadataBuilder, StepPlanner
+from vllm_rocketkv.backend.cpu_metadata import RocketKVMetadataBuilder, StepPlanner
+from vllm_rocketkv.backend.metadata import RocketKVMetadata
+from vllm_rocketkv.backend.prompt_table import COLUMNS, NEVER, PromptTable
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels import cpu  # noqa: F401  (registers the op)
 
-B, HEAD_SIZE, MAX_LEN, WINDOW = 32, 64, 1024, 16
 FIXED = {"window_size": WINDOW, "kernel_size": 7, "prompt_budget": 85, "topk_tokens": 32, "recent_tokens": 6}
 ADAPTIVE = {"preset": "reference", "window_size": WINDOW, "kernel_size": 7, "token_budget": 64, "max_new_tokens": 16}
+HSA = {"policy": "hsa", "prompt_budget": 85, "topk_tokens": 32, "recent_tokens": 6}
 CONFIGS = {
     "rocketkv": RocketKVConfig.parse(FIXED | {"policy": "rocketkv"}),
     "rocketkv-topr": RocketKVConfig.parse(FIXED | {"policy": "rocketkv", "topr": 9}),
     "rocketkv-adaptive": RocketKVConfig.parse(ADAPTIVE | {"policy": "rocketkv"}),
-    "snapkv": RocketKVConfig.parse(FIXED | {"policy": "snapkv"}),
+    "snapkv": RocketKVConfig.parse(
+        {k: FIXED[k] for k in ("window_size", "kernel_size", "prompt_budget")} | {"policy": "snapkv"}
+    ),
     "snapkv-adaptive": RocketKVConfig.parse(ADAPTIVE | {"policy": "snapkv"}),
-    "hsa": RocketKVConfig.parse(FIXED | {"policy": "hsa"}),
-    "hsa-page-1": RocketKVConfig.parse(FIXED | {"policy": "hsa", "page_size": 1}),
-    "hsa-adaptive": RocketKVConfig.parse(ADAPTIVE | {"policy": "hsa", "page_size": 8}),
+    "hsa": RocketKVConfig.parse(HSA),
+    "hsa-page-1": RocketKVConfig.parse(HSA | {"page_size": 1}),
+    "hsa-adaptive": RocketKVConfig.parse(
+        {"preset": "reference", "policy": "hsa", "token_budget": 64, "max_new_tokens": 16, "page_size": 8}
+    ),
+    "quest": RocketKVConfig.parse({"policy": "quest", "prompt_budget": 85, "topk_tokens": 32}),
+    "streaming": RocketKVConfig.parse({"policy": "streaming_llm", "prompt_budget": 85, "decode_interval": 32}),
+    "h2o": RocketKVConfig.parse({"policy": "h2o", "prompt_budget": 85, "decode_budget": 100, "decode_interval": 64}),
+    "snapkv-decode": RocketKVConfig.parse(
+        {k: FIXED[k] for k in ("window_size", "kernel_size", "prompt_budget")}
+        | {"policy": "snapkv", "decode_budget": 90, "decode_interval": 32}
+    ),
+    "rocketkv-decode": RocketKVConfig.parse(FIXED | {"policy": "rocketkv", "decode_budget": 85, "decode_interval": 64}),
     "full": RocketKVConfig.parse({"policy": "full"}),
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """Positions ``start`` to ``end`` - 1 of one request are computed in this step."""
-
-    num_prompt: int
-    start: int
-    end: int
-    is_dummy: bool = False
 
 
 class DenseBuilder:
@@ -57,6 +71,7 @@ def make_builder(config: RocketKVConfig, num_tokens: int = 4096, num_reqs: int =
     builder = object.__new__(RocketKVMetadataBuilder)
     builder.dense_builder = DenseBuilder()  # type: ignore[assignment]
     builder.spec, builder.config, builder.block_size, builder.planner = None, config, B, None
+    builder.queries_per_block = QUERIES_PER_BLOCK
     if config.policy != "full":
         builder.planner = StepPlanner(PromptTable(config, B, HEAD_SIZE, MAX_LEN), num_tokens, num_reqs)
         spoil(builder.planner)
@@ -116,162 +131,6 @@ def build(
         compat._v1_prompt_lens = None
 
 
-# --- the oracle -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Expected:
-    """What a loop over every token finds."""
-
-    slots: list[int] = field(default_factory=list)
-    num_sparse: int = 0
-    dense_tokens: list[int] = field(default_factory=list)
-    dense_parts: list[tuple[int, int, int]] = field(default_factory=list)
-    """(request, tokens, length) of each request with natural tokens."""
-    rows: list[list[int]] = field(default_factory=list)
-    own_slots: list[int] = field(default_factory=list)
-    """Where each row's own token lives."""
-    window_parts: list[tuple[list[int], list[int], list[int]]] = field(default_factory=list)
-    crossings: list[tuple[list[int], list[int], list[int], list[int]]] = field(default_factory=list)
-    pages: list[list[int]] = field(default_factory=list)
-
-
-def expect(config: RocketKVConfig, common: CommonAttentionMetadata, requests: list[Request]) -> Expected:
-    found = Expected()
-    for index, request in enumerate(requests):
-        expect_tokens(found, config, common.block_table_tensor[index].tolist(), index, request)
-        if request.is_dummy:
-            continue
-        first = int(common.query_start_loc_cpu[index])
-        expect_window(found, config, common.block_table_tensor[index].tolist(), first, request)
-        if config.selects and not config.evicts:
-            expect_pages(found, config, common.block_table_tensor[index].tolist(), request)
-    found.slots += [-1] * (common.num_actual_tokens - len(found.slots))
-    return found
-
-
-def expect_tokens(found: Expected, config: RocketKVConfig, table: list[int], index: int, request: Request) -> None:
-    N = request.num_prompt
-    layout = config.layout(N, B)
-    natural, rows = [], []
-    for position in range(request.start, request.end):
-        token = len(found.slots)
-        slot = table[layout.block_index(position)] * B + position % B
-        is_sparse = config.is_sparse(N, B) and position >= N
-        found.slots.append(-1 if request.is_dummy or (is_sparse and config.evicts) else slot)
-        found.num_sparse += is_sparse
-        if not is_sparse:
-            natural.append(position)
-            found.dense_tokens.append(token)
-        elif not request.is_dummy:
-            num_tokens = (layout.num_kept_tokens if config.evicts else N) + position + 1 - N
-            first_block = layout.num_natural_blocks if config.evicts else 0
-            rows.append([token, index, first_block, num_tokens, config.topr_for(N, HEAD_SIZE), 1])
-            found.own_slots.append(slot)
-    if rows:
-        rows[-1][-1] = 0
-    found.rows += rows
-    if natural:
-        found.dense_parts.append((index, len(natural), natural[-1] + 1))
-
-
-def expect_window(found: Expected, config: RocketKVConfig, table: list[int], first: int, request: Request) -> None:
-    N, W = request.num_prompt, config.window_size
-    layout = config.layout(N, B)
-    if not (config.evicts and layout.is_evictable):
-        return
-    window = range(N - W, N)
-    computed = [position for position in window if request.start <= position < request.end]
-    if not computed:
-        return
-    tokens = [first + position - request.start for position in computed]
-    n, e = layout.num_natural_blocks, layout.num_private_blocks
-    private = table[n : n + e]
-    if computed[-1] == N - 1:
-        parked = [place for place, position in enumerate(window) if position < request.start]
-        found.crossings.append((table[:n], private, tokens, parked))
-    else:
-        found.window_parts.append((tokens, [position - (N - W) for position in computed], private))
-
-
-def expect_pages(found: Expected, config: RocketKVConfig, table: list[int], request: Request) -> None:
-    size = config.page_size
-    for page in sorted({position // size for position in range(request.start, request.end)}):
-        on_page = [position for position in range(page * size, page * size + size) if position < request.end]
-        found.pages.append([table[page * size // B], page * size % B // size, len(on_page)])
-
-
-def check(
-    config: RocketKVConfig, common: CommonAttentionMetadata, requests: list[Request], actual: RocketKVMetadata
-) -> Expected:
-    wanted = expect(config, common, requests)
-    check_natural(config, common, wanted, actual)
-    if wanted.rows:
-        assert actual.rows is not None
-        assert actual.rows.table.dtype == torch.int32
-        assert actual.rows.table.tolist() == wanted.rows
-        assert actual.rows.block_table is common.block_table_tensor
-        assert actual.rows.has_later is any(row[-1] for row in wanted.rows)
-        assert actual.rows.max_num_tokens == max(row[3] for row in wanted.rows)
-        for (_, index, first_block, num_tokens, *_), slot in zip(wanted.rows, wanted.own_slots, strict=True):
-            last = num_tokens - 1  # the sequence that a row reads ends with its own token
-            assert int(common.block_table_tensor[index, first_block + last // B]) * B + last % B == slot
-    else:
-        assert actual.rows is None
-    parts = [(p.tokens.tolist(), p.index.tolist(), p.private_blocks.tolist()) for p in actual.window_parts]
-    assert parts == wanted.window_parts
-    crossings = [
-        (c.prompt_blocks.tolist(), c.private_blocks.tolist(), c.window_tokens.tolist(), c.parked.tolist())
-        for c in actual.crossings
-    ]
-    assert crossings == wanted.crossings
-    if wanted.pages:
-        touched = actual.touched_pages
-        assert touched is not None
-        assert touched.table.dtype == torch.int32
-        assert touched.table.tolist() == wanted.pages
-        columns = torch.stack([touched.block, touched.page, touched.num_valid], 1)
-        assert torch.equal(columns, touched.table)
-    else:
-        assert actual.touched_pages is None
-    return wanted
-
-
-def check_natural(
-    config: RocketKVConfig, common: CommonAttentionMetadata, wanted: Expected, actual: RocketKVMetadata
-) -> None:
-    if not wanted.num_sparse:  # exactly plain vLLM's step
-        assert actual.natural_slots is common.slot_mapping
-        assert actual.dense is common  # type: ignore[comparison-overlap]
-        assert actual.dense_tokens is None
-        assert actual.natural_slots.tolist() == wanted.slots
-        return
-    if any(slot >= 0 for slot in wanted.slots):
-        assert actual.natural_slots is not None
-        assert actual.natural_slots.dtype == torch.int64
-        assert actual.natural_slots.tolist() == wanted.slots
-    else:
-        assert actual.natural_slots is None
-    dense: Any = actual.dense
-    if not wanted.dense_parts:
-        assert dense is None
-        assert actual.dense_tokens is None
-        return
-    requests, query_lens, seq_lens = zip(*wanted.dense_parts, strict=True)
-    assert actual.dense_tokens is not None
-    assert actual.dense_tokens.dtype == torch.int64
-    assert actual.dense_tokens.tolist() == wanted.dense_tokens
-    starts = [sum(query_lens[:count]) for count in range(len(query_lens) + 1)]
-    for tensor in (dense.query_start_loc, dense.query_start_loc_cpu, dense.seq_lens, dense.block_table_tensor):
-        assert tensor.dtype == torch.int32
-    assert dense.query_start_loc.tolist() == dense.query_start_loc_cpu.tolist() == starts
-    assert dense.seq_lens.tolist() == list(seq_lens)
-    assert torch.equal(dense.block_table_tensor, common.block_table_tensor[list(requests)])
-    assert dense.num_reqs == len(requests)
-    assert dense.num_actual_tokens == len(wanted.dense_tokens)
-    assert (dense.max_query_len, dense.max_seq_len) == (max(query_lens), max(seq_lens))
-
-
 # --- random batches -------------------------------------------------------------------------------------------------
 
 
@@ -289,13 +148,13 @@ def a_request(draw: st.DrawFn, config: RocketKVConfig) -> Request:
         end = draw(st.integers(start + 1, N))
     elif kind in ("crossing", "resumed"):
         start = draw(in_prompt)
-        end = N + (draw(beyond) if kind == "resumed" else 0)
+        end = N + (draw(st.one_of(beyond, st.integers(0, 300))) if kind == "resumed" else 0)
     elif kind == "last token":  # N = k * chunk + 1
         start, end = N - 1, N
     elif kind == "idle":  # a row without tokens, as padding is
         start = end = draw(in_prompt)
     else:
-        start = N + draw(beyond)
+        start = N + draw(st.one_of(beyond, st.integers(0, 300)))
         end = start + (draw(st.integers(2, 7)) if kind == "drafts" else 1)
     return Request(N, start, end, is_dummy=draw(st.integers(0, 9)) == 0)
 
@@ -315,28 +174,33 @@ def test_metadata_is_the_loop_over_every_token(name: str, data: st.DataObject) -
 
 @pytest.mark.parametrize("name", CONFIGS)
 @given(num_prompt=st.integers(1, 400), chunk=st.integers(20, 150), num_cached=st.integers(0, 100))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_request_from_its_first_chunk_on(name: str, num_prompt: int, chunk: int, num_cached: int) -> None:
-    """Whatever the chunks, each token of the window is computed once, and stage 1 runs once, with all of them."""
+    """Whatever the chunks, each token of a window is computed once, and each eviction runs once, with all of its window."""
     config = CONFIGS[name]
     assume(num_cached < num_prompt - WINDOW)
-    builder = make_builder(config)
+    builder, layout = make_builder(config), config.layout(num_prompt, B)
+    num_decoded = 300 if config.decode_budget_for_step is not None else 4
     places: list[int] = []
-    num_crossings = 0
-    borders = [*range(num_cached, num_prompt, chunk), num_prompt, num_prompt + 1, num_prompt + 4]
-    for start, end in itertools.pairwise(borders):
+    num_crossings = num_evictions = 0
+    decodes = range(num_prompt, num_prompt + num_decoded + 1)
+    for start, end in itertools.pairwise([*range(num_cached, num_prompt, chunk), *decodes]):
         requests = [Request(num_prompt, start, end)]
         common = make_common(requests, 0, 0, seed=start)
         metadata = build(builder, common, requests)
         check(config, common, requests, metadata)
         for part in metadata.window_parts:
             places += part.index.tolist()
-        for crossing in metadata.crossings:
-            num_crossings += 1
-            assert crossing.parked.tolist() == places
-            assert len(crossing.parked) + len(crossing.window_tokens) == config.window_size
-            assert crossing.layout == config.layout(num_prompt, B)
-    assert num_crossings == (config.evicts and config.is_sparse(num_prompt, B))
+        for done in [*metadata.crossings, *metadata.decode_evictions]:
+            assert done.parked.tolist() == places
+            assert len(done.parked) + len(done.window_tokens) == config.eviction_window
+            places = []
+        num_crossings += len(metadata.crossings)
+        num_evictions += len(metadata.decode_evictions)
+        assert all(crossing.layout == layout for crossing in metadata.crossings)
+    last = num_prompt + num_decoded
+    assert num_crossings == (config.evicts and config.is_sparse(num_prompt, B) and layout.num_prompt_tokens <= last)
+    assert num_evictions == sum(limit <= last for limit in evictions_of(layout, 0, last))
 
 
 # --- single properties ----------------------------------------------------------------------------------------------
@@ -406,12 +270,44 @@ def test_buffers_grow_for_a_batch_larger_than_the_limits() -> None:
 def test_table_holds_what_the_configuration_says(name: str) -> None:
     config = CONFIGS[name]
     table = PromptTable(config, B, HEAD_SIZE, MAX_LEN)
-    assert table.tensor.tolist() == [[0, 0, 0]] + [[PromptTable.UNKNOWN] * 3] * MAX_LEN
+    unknown = [PromptTable.UNKNOWN] * len(COLUMNS)
+    assert table.tensor.tolist() == [[0] * len(COLUMNS)] + [unknown] * (MAX_LEN + PromptTable.OWN_PLANS)
     for N in range(1, MAX_LEN + 1):
         table.fill(N)
-    for N, row in enumerate(table.tensor.tolist()[1:], start=1):
-        s = config.layout(N, B).num_dropped_blocks
-        assert row == [config.is_sparse(N, B), s, config.topr_for(N, HEAD_SIZE)]
+    for N, values in enumerate(table.tensor.tolist()[1 : MAX_LEN + 1], start=1):
+        row = dict(zip(COLUMNS, values, strict=True))
+        layout = config.layout(N, B)
+        assert (row["is_sparse"], row["topr"]) == (config.is_sparse(N, B), config.topr_for(N, HEAD_SIZE))
+        assert (row["natural_length"], row["num_dropped_blocks"]) == (
+            layout.num_prompt_tokens,
+            layout.num_dropped_blocks,
+        )
+        topk = (config.topk_for_step, config.dense_below) if config.selects else (NEVER, NEVER)
+        assert (row["topk_tokens"], row["dense_below"], row["window_size"]) == (*topk, config.eviction_window)
+        assert (row["first_limit"], row["interval"]) == (layout.first_limit or NEVER, layout.decode_interval)
+
+
+def test_requests_with_options_of_their_own_have_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = CONFIGS["rocketkv"]
+    own = [None, CONFIGS["full"], CONFIGS["snapkv"], server.model_copy(update={"topk_tokens": 64, "prompt_budget": 70})]
+    requests = [Request(300, 310, 311)] * 4
+    monkeypatch.setattr(PromptTable, "OWN_PLANS", 5)  # room for one step's, so that they are forgotten now and then
+    builder = make_builder(server)
+    for decoded in range(6):
+        requests = [Request(300 + decoded, 310 + decoded, 311 + decoded) for _ in own]
+        common = make_common(requests, 0, 0, seed=decoded)
+        monkeypatch.setattr(compat, "request_configs", lambda common: own)
+        actual = build(builder, common, requests)
+        assert actual.rows is not None
+        wanted = []
+        for index, config in enumerate(own):
+            alone = Expected()
+            row = common.block_table_tensor[index].tolist()
+            alone.slots = [0] * index
+            expect_tokens(alone, config or server, row, index, requests[index])
+            wanted += alone.rows
+        assert actual.rows.table.tolist() == wanted
+        assert [row[1] for row in wanted] == [0, 2, 3], "the request under policy full is natural"
 
 
 def test_prompt_longer_than_the_model_allows_is_refused() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.random_models import save_llama, save_mistral
 from vllm_rocketkv import compat, plugin
+from vllm_rocketkv.support import _refused_policies, config_of
 
 OPTIONS = {"prompt_budget": 256, "window_size": 16, "topk_tokens": 64, "recent_tokens": 8}
 
@@ -122,7 +123,12 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"prompt_budget": 16}, {}, "prompt_budget"),
     ({"prompt_budget": 128}, {}, "--block-size"),
     ({"page_size": 64, "topk_tokens": 256}, {"block_size": 32}, "page_size"),
-    ({"policy": "quest"}, {}, "policy"),
+    ({"policy": "quests"}, {}, "policy"),
+    ({"policy": "quest", "window_size": 32}, {}, "window_size"),
+    ({"policy": "h2o", "preset": "trtllm"}, {}, "preset"),
+    ({"policy": "streaming_llm", "prompt_budget": 128}, {}, "--block-size"),
+    (OPTIONS | {"decode_budget": 256, "decode_interval": 64}, {}, "decode_interval"),
+    (OPTIONS | {"policy": "rocketkv_mt", "pinned_tokens": 64}, {"enable_prefix_caching": False}, "pinned_tokens"),
     (OPTIONS, {"block_size": 48}, "--block-size"),
     ({"sink_tokens": 4096, "policy": "snapkv"}, {}, "sink_tokens"),
     (OPTIONS | {"kt_dtype": "float8_e4m3fn"}, {}, "kt_dtype"),
@@ -193,6 +199,52 @@ def test_draft_models_are_refused(model: str) -> None:
     with pytest.raises(ValueError, match="rocketkv") as refusal:
         configure(model, OPTIONS, speculative_config=speculative)
     assert "--speculative-config" in _sentence(refusal.value)
+
+
+# --- decode-time eviction ----------------------------------------------------------------------------------------------
+
+EVICTS_DECODED: list[tuple[dict[str, Any], str, str]] = [
+    ({"policy": "streaming_llm"}, "policy 'streaming_llm'", "choose policy 'snapkv' or 'rocketkv'"),
+    ({"policy": "h2o"}, "policy 'h2o'", "choose policy 'snapkv' or 'rocketkv'"),
+    ({"policy": "snapkv", "decode_budget": 2048}, "option 'decode_budget'", "drop it"),
+    ({"decode_budget": 2048}, "option 'decode_budget'", "drop it"),
+]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+
+@pytest.mark.parametrize(("rocketkv", "names", "way_out"), EVICTS_DECODED)
+def test_decode_time_eviction_is_refused_beside_speculative_decoding(
+    model: str, rocketkv: dict[str, Any], names: str, way_out: str
+) -> None:
+    configure(model, rocketkv)
+    with pytest.raises(ValueError, match="rocketkv") as refusal:
+        configure(model, rocketkv, speculative_config=NGRAM)
+    assert _sentence(refusal.value) == (
+        f"rocketkv: {names} evicts decoded tokens, also for drafts that are rejected: {way_out} or remove --speculative-config"
+    )
+
+
+@pytest.mark.parametrize(("rocketkv", "names", "way_out"), EVICTS_DECODED)
+def test_decode_time_eviction_is_refused_on_gpus(
+    model: str, monkeypatch: pytest.MonkeyPatch, rocketkv: dict[str, Any], names: str, way_out: str
+) -> None:
+    config = configure(model, rocketkv)
+    assert list(_refused_policies(config, config_of(config))) == []
+    monkeypatch.setattr("vllm_rocketkv.support.kernels", lambda: "triton")
+    assert list(_refused_policies(config, config_of(config))) == [
+        f"{names} evicts decoded tokens, which is not supported on GPUs yet: {way_out}"
+    ]
+
+
+def test_a_window_of_decoded_tokens_must_fit_into_blocks(tmp_path: Path) -> None:
+    """64 query heads in float32 take more bytes than K and V of 32 tokens and one KV head in fp8."""
+    path = save_llama(tmp_path, num_attention_heads=64, num_key_value_heads=1, head_dim=32)
+    options = {"decode_budget": 2048, "window_size": 1}
+    configure(path, options, block_size=32)
+    configure(path, {"window_size": 1}, block_size=32, kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match="rocketkv") as refusal:
+        configure(path, options, block_size=32, kv_cache_dtype="fp8")
+    assert "does not fit into a block of 32 tokens" in _sentence(refusal.value)
 
 
 # --- what K and V are stored in ----------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.policy_oracle import Lengths, Life
+from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.eviction import EVICTION_POLICIES, EvictionPolicy, SnapKV
 from vllm_rocketkv.kernels import reference
 from vllm_rocketkv.kernels.options import DecodeOptions
@@ -32,8 +34,8 @@ def test_snapkv_hands_its_options_to_the_op(softmax):
     calls = []
     cache = SimpleNamespace(keep_tokens=lambda *args, **options: calls.append((args, options)) or "kept")
     policy = SnapKV(SimpleNamespace(window_softmax=softmax, kernel_size=63, sink_tokens=4))
-    assert policy.keep("query", cache, "blocks", 99, 50, 0.25, 30.0) == "kept"
-    options = {"softmax_over_all": softmax == "all", "kernel_size": 63, "sink_tokens": 4}
+    assert policy.keep("query", cache, "blocks", 99, 50, 0.25, 30.0, is_private=True) == "kept"
+    options = {"softmax_over_all": softmax == "all", "kernel_size": 63, "sink_tokens": 4, "is_private": True}
     assert calls == [(("query", "blocks", 99, 50, 0.25, 30.0), options)]
 
 
@@ -54,10 +56,75 @@ def test_hsa_hands_its_options_to_the_op(granularity, temperature):
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "estimator"), [({"policy": "quest"}, "quest"), ({"preset": "blog"}, "mean"), ({"policy": "hsa"}, "hsa")]
+)
+def test_estimator_follows_the_configuration(options, estimator):
+    config = RocketKVConfig.parse(options)
+    found = SELECTION_POLICIES[config.selection](config).decode_options(0.25, 30.0)
+    assert found.estimator == estimator
+    assert (found.topk_tokens, found.dense_below, found.by_page) == (config.topk_tokens, config.dense_below, True)
+    if estimator != "hsa":
+        assert (found.sink_tokens, found.recent_tokens) == (0, 0)
+
+
 def test_no_selection_reads_everything():
     options = Everything(SimpleNamespace()).decode_options(0.25, 30.0)
     assert (options.scale, options.softcap) == (0.25, 30.0)
     assert options.dense_below >= 1 << 30
+
+
+# ------------------------------------------------------------------------------------------ a request's life, by hand
+
+
+def make_life(num_prompt, **options):
+    config = RocketKVConfig.parse({"prompt_budget": 20, "decode_interval": 16, **options})
+    return Life(Lengths(num_prompt, config, block_size=16), num_kv_heads=1, scale=1.0, softcap=0.0)
+
+
+def positions(*runs):
+    return [position for first, last in runs for position in range(first, last + 1)]
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "kept"),
+    [
+        # 70 tokens are beyond the budget by 50: 4 blocks go, 6 tokens stay. 36 fit: first at 64 + 36.
+        (70, {70: ((0, 3), (68, 69)), 100: ((0, 3), (84, 99)), 116: ((0, 3), (100, 115)), 132: ((0, 3), (116, 131))}),
+        # Within the budget: all of 36 tokens first.
+        (20, {36: ((0, 3), (20, 35)), 52: ((0, 3), (36, 51)), 68: ((0, 3), (52, 67)), 84: ((0, 3), (68, 83))}),
+    ],
+)
+def test_life_under_streaming_llm(num_prompt, kept):
+    life = make_life(num_prompt, policy="streaming_llm", sink_tokens=4)
+    assert life.lengths.milestones() == list(kept)
+    tokens = torch.zeros(140, 1, 4)
+    life.compute(tokens, tokens, 0, 37)
+    life.compute(tokens, tokens, 37, 140)
+    for length, runs in kept.items():
+        assert life.left(length).tolist() == [positions(*runs)]
+        assert life.seen(length).tolist() == [positions(*runs, (length, length))]
+        assert life.seen(length - 1)[0, -1] == length - 1
+    assert life.seen(35).tolist() == [positions((0, 35))]
+
+
+def test_life_under_h2o_sums_up_what_the_reference_does_until_tokens_go():
+    generator = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(80, 2, 8, generator=generator), torch.randn(80, 1, 8, generator=generator)
+    life = make_life(20, policy="h2o")
+    for start, end in ((0, 7), (7, 34), (34, 35)):
+        life.compute(query, keys, start, end)
+        want = reference.accumulated_scores(query[:end], keys[:end], 1.0)
+        torch.testing.assert_close(life.scores, want)
+    want = reference.accumulated_scores(query[:36], keys[:36], 1.0)
+    life.compute(query, keys, 35, 36)
+    kept = reference.keep_heavy(want, 20, 10)
+    assert torch.equal(life.left(36), kept)
+    torch.testing.assert_close(life.scores, want.gather(1, kept))  # what was received before goes on to count
+    life.compute(query, keys, 36, 37)
+    seen = torch.cat([kept[0], torch.tensor([36])])
+    given = (query[36].double() @ keys[seen, 0].double().T).softmax(-1).sum(0)
+    torch.testing.assert_close(life.scores[0], torch.nn.functional.pad(want[0, kept[0]], (0, 1)) + given)
 
 
 # ------------------------------------------------------------------------------------------------------ the reference

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,171 @@ def test_malformed_request_leaves_the_server_up(
     assert httpx.get(f"{server}/health").status_code == 200
     prompt, number = needles[0]
     assert number in complete(client, prompt)
+
+
+# --- options of one request --------------------------------------------------------------------------------------------
+
+POLICIES = "'full', 'streaming_llm', 'snapkv', 'rocketkv' or 'rocketkv_mt'"
+REFUSED = {
+    "switch": ({"rocketkv": "no"}, "option 'rocketkv' is 'no', but must be 'off' or 'on'"),
+    "off and more": (
+        {"rocketkv": "off", "rocketkv_prompt_budget": 256},
+        "option 'rocketkv_prompt_budget' means nothing beside rocketkv 'off': drop one of the two",
+    ),
+    "no policy": ({"rocketkv_policy": "rocket"}, f"option 'rocketkv_policy' is 'rocket', but must be {POLICIES}"),
+    "policy of another cache": (
+        {"rocketkv_policy": "quest"},
+        "option 'rocketkv_policy' is 'quest', which needs what the cache of this server's policy 'rocketkv' does not hold: "
+        f"use {POLICIES}, or start vLLM with policy 'quest'",
+    ),
+    "budget above the server's": (
+        {"rocketkv_prompt_budget": 513},
+        "option 'rocketkv_prompt_budget' is 513, but must be an integer from 1 to 512, the server's",
+    ),
+    "budget below the window": (
+        {"rocketkv_prompt_budget": 20},
+        "option 'rocketkv_prompt_budget' is 20, less than window_size 32, which is always kept: "
+        "raise rocketkv_prompt_budget or lower window_size",
+    ),
+    "a number as text": (
+        {"rocketkv_topk_tokens": "256"},
+        "option 'rocketkv_topk_tokens' is '256', but must be an integer from 1 to 16777216",
+    ),
+    "a list": (
+        {"rocketkv_topk_tokens": [256]},
+        "option 'rocketkv_topk_tokens' is [256], but must be an integer from 1 to 16777216",
+    ),
+    "half a page": (
+        {"rocketkv_topk_tokens": 66},
+        "option 'rocketkv_topk_tokens' is 66, but a step reads whole pages of page_size 4: use 68",
+    ),
+    "unused": (
+        {"rocketkv_policy": "snapkv", "rocketkv_topk_tokens": 64},
+        "option 'rocketkv_topk_tokens' means nothing to policy 'snapkv': "
+        "drop it or choose rocketkv_policy 'rocketkv' or 'rocketkv_mt'",
+    ),
+    "unknown": (
+        {"rocketkv_top_k": 64},
+        "option 'rocketkv_top_k' is unknown: the nearest known name is 'rocketkv_topk_tokens'",
+    ),
+}
+ASKED = {
+    "completions": {"prompt": "a"},
+    "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("endpoint", ASKED)
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_option_gets_400_and_one_sentence(server: str, case: str, endpoint: str, stream: bool) -> None:
+    options, sentence = REFUSED[case]
+    body = ASKED[endpoint] | {"model": "demo", "stream": stream, "max_tokens": 1, "vllm_xargs": options}
+    answer = httpx.post(f"{server}/v1/{endpoint}", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"] == f"rocketkv: {sentence}"
+
+
+@pytest.mark.parametrize(
+    "xargs",
+    [
+        pytest.param('{"rocketkv_topk_tokens": %s}' % ("[" * 100_000 + "]" * 100_000), id="deep"),
+        pytest.param('{"rocketkv_topk_tokens": %s}' % ("9" * 100), id="huge integer"),
+        pytest.param('{"rocketkv_topk_tokens": %s}' % ("9" * 10_000), id="integer that cannot be read"),
+        pytest.param('{"rocketkv_topk_tokens": NaN}', id="NaN"),
+        pytest.param('{"rocketkv_prompt_budget": -Infinity}', id="-Infinity"),
+        pytest.param('{"rocketkv_prompt_budget": 1e400}', id="1e400"),
+        pytest.param('{"rocketkv_policy": null}', id="null"),
+        pytest.param('{"rocketkv_policy": {"a": 1}}', id="object"),
+        pytest.param('{"rocketkv_policy": ["full"]}', id="list"),
+        pytest.param(json.dumps({"rocketkv_policy": "x" * 1_000_000}), id="long value"),
+        pytest.param(json.dumps({"rocketkv_" + "x" * 1_000_000: 1}), id="long name"),
+        pytest.param(json.dumps({"rocketkv_policy": "full\u0000\n. \ud800"}), id="odd characters"),
+        pytest.param(json.dumps({f"rocketkv_{i}": i for i in range(10_000)}), id="many"),
+        pytest.param('["rocketkv"]', id="no object"),
+    ],
+)
+def test_hostile_options_leave_the_server_up(server: str, client: openai.OpenAI, xargs: str) -> None:
+    body = f'{{"model": "demo", "prompt": "a", "max_tokens": 1, "vllm_xargs": {xargs}}}'
+    answer = httpx.post(f"{server}/v1/completions", content=body.encode(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text[:2000]
+    assert httpx.get(f"{server}/health").status_code == 200
+    assert complete(client, "Once upon a time", max_tokens=1)
+
+
+def counted(server: str, ask: Callable[[], str]) -> tuple[str, dict[str, float]]:
+    """What ``ask`` returns, and what it adds to this package's counters."""
+    wait_until_idle(server)
+    before = metrics(server)
+    text = ask()
+    wait_until_idle(server)
+    after = metrics(server)
+    names = [name for name in after if name.startswith("rocketkv:") and name.endswith("_total")]
+    return text, {name.removeprefix("rocketkv:").removesuffix("_total"): after[name] - before[name] for name in names}
+
+
+def test_a_smaller_budget_is_honoured(server: str, client: openai.OpenAI, needles: list[tuple[str, str]]) -> None:
+    def ask(**options: Any) -> dict[str, float]:
+        return counted(server, lambda: complete(client, needles[1][0], extra_body={"vllm_xargs": options}))[1]
+
+    kept = {budget: ask(rocketkv_prompt_budget=budget)["prompt_tokens_kept"] for budget in (256, 384, 512)}
+    assert 256 - 128 < kept[256] <= 256
+    assert kept[256] < kept[384] <= 384
+    assert kept[384] < kept[512] <= 512
+    assert kept[512] == ask()["prompt_tokens_kept"]
+
+
+def test_fewer_tokens_are_read_on_request(server: str, client: openai.OpenAI, needles: list[tuple[str, str]]) -> None:
+    def pages(**options: Any) -> float:
+        options = {"max_tokens": 9, "extra_body": {"ignore_eos": True, "vllm_xargs": options}}
+        return counted(server, lambda: complete(client, needles[1][0], **options))[1]["pages_selected"]
+
+    assert pages(rocketkv_topk_tokens=64) == 8 * 64 / 4
+    assert pages(rocketkv_topk_tokens=128) == 8 * 128 / 4
+    assert pages(rocketkv_policy="snapkv") == 0
+
+
+def test_off_gives_the_dense_tokens(
+    server: str, client: openai.OpenAI, needles: list[tuple[str, str]], make_engine: Callable[..., Any]
+) -> None:
+    from vllm import SamplingParams
+
+    prompts = [prompt for prompt, _ in needles[:4]]
+    plain = make_engine()
+    params = SamplingParams(temperature=0, max_tokens=demo_document.ANSWER_TOKENS)
+    dense = [output.outputs[0].text for output in plain.generate(prompts, params)]
+
+    def ask(options: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
+        texts: list[str] = []
+        _, counts = counted(
+            server,
+            lambda: (
+                texts.extend(complete(client, prompt, extra_body={"vllm_xargs": options}) for prompt in prompts) or ""
+            ),
+        )
+        return texts, counts
+
+    texts, counts = ask({"rocketkv": "off"})
+    assert texts == dense
+    assert not any(counts.values()), counts
+    texts, counts = ask({"rocketkv_prompt_budget": 160})
+    assert texts != dense, "the prompts do not tell dense attention from a small budget"
+    assert counts["requests_evicted"] == len(prompts)
+
+
+def test_requests_with_options_of_their_own_side_by_side(
+    server: str, client: openai.OpenAI, needles: list[tuple[str, str]]
+) -> None:
+    """In one batch, each gets what it gets alone."""
+    options = [{}, {"rocketkv": "off"}, {"rocketkv_policy": "snapkv"}, {"rocketkv_prompt_budget": 160}]
+    options += [{"rocketkv_topk_tokens": 44}, {"rocketkv_policy": "streaming_llm", "rocketkv_prompt_budget": 256}]
+
+    def ask(xargs: dict[str, Any]) -> str:
+        return complete(client, needles[2][0], extra_body={"vllm_xargs": xargs})
+
+    alone = [ask(xargs) for xargs in options]
+    assert len(set(alone)) > 1, "the prompt does not tell the options apart"
+    with concurrent.futures.ThreadPoolExecutor(len(options)) as pool:
+        together = list(pool.map(ask, options))
+    assert together == alone
+    wait_until_idle(server)

@@ -25,6 +25,7 @@ from tests.kernel_fixtures import one_thread  # noqa: F401  (used by all tests)
 from tests.layer_harness import World
 from tests.layer_request import Request, Shape, Step, cut
 from vllm_rocketkv import compat
+from vllm_rocketkv.options import USED_BY
 
 PACKAGE = str(Path(vllm_rocketkv.__file__).parent)
 SHAPE = Shape(num_kv_heads=2, group=2)
@@ -38,7 +39,7 @@ OPTIONS = {
     "recent_tokens": 6,
 }
 LONG, SHORT = 150, 40
-POLICIES = ["rocketkv", "snapkv", "hsa"]
+POLICIES = ["rocketkv", "snapkv", "hsa", "quest"]
 
 
 @dataclass
@@ -106,7 +107,8 @@ class Steady:
 
     def __init__(self, path: Path, policy: str, num_long: int, num_short: int = 0) -> None:
         path.mkdir()
-        self.world = World(SHAPE, OPTIONS | {"policy": policy}, path, num_blocks=240)
+        options = {name: value for name, value in OPTIONS.items() if policy in USED_BY[name]}
+        self.world = World(SHAPE, options | {"policy": policy}, path, num_blocks=240)
         lengths = [LONG] * num_long + [SHORT] * num_short
         self.requests = [
             Request(N, [*cut(N), *[Step(1, 1)] * 70], SHAPE, self.world.config, seed) for seed, N in enumerate(lengths)

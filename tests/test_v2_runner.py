@@ -16,9 +16,14 @@ from typing import Any
 import pytest
 
 from tests.random_models import save_llama
+from vllm_rocketkv.options import USED_BY
 
 HARNESS = Path(__file__).parent / "v2_runner"
 OPTIONS = {"prompt_budget": 64, "window_size": 16, "topk_tokens": 48, "sink_tokens": 4, "recent_tokens": 8}
+
+
+def is_used(name: str, policy: str) -> bool:
+    return name not in USED_BY or policy in USED_BY[name]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +34,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run_engine(
     model: str, rocketkv: dict[str, Any], use_v2: bool, kernels: str = "cpu", **options: Any
 ) -> dict[str, Any]:
+    rocketkv = {name: value for name, value in rocketkv.items() if is_used(name, rocketkv.get("policy", "rocketkv"))}
     environment = os.environ | {
         "VLLM_USE_V2_MODEL_RUNNER": str(int(use_v2)),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc sends a function

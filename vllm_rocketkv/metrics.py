@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 _KEY_PREFIX = "rocketkv:"
 
 _HELP = {
-    "requests_evicted": "Evictions: prompts whose blocks went back to the pool (again after a preemption).",
-    "prompt_tokens_kept": "Prompt tokens kept for each KV head of each layer, over evicted requests.",
-    "prompt_tokens_dropped": "Prompt tokens dropped for each KV head of each layer, over evicted requests.",
+    "requests_evicted": "First evictions: prompts whose blocks went back to the pool (again after a preemption).",
+    "prompt_tokens_kept": "Prompt tokens kept for each KV head of each layer, over evicted requests (for prompts within the "
+    "budget, with the tokens decoded up to the first eviction).",
+    "prompt_tokens_dropped": "Prompt tokens dropped for each KV head of each layer, over evicted requests (likewise).",
     "blocks_freed": "KV cache blocks by which evicted requests became shorter.",
+    "decode_evictions": "Evictions of decoded tokens, after the first eviction of their request.",
+    "decode_tokens_dropped": "Tokens dropped by these for each KV head of each layer.",
     "pages_selected": "Pages of K and V selected by decode steps, rejected drafts included, for each KV head of each layer.",
 }
 
@@ -32,6 +35,8 @@ class Counts:
     prompt_tokens_kept: int = 0
     prompt_tokens_dropped: int = 0
     blocks_freed: int = 0
+    decode_evictions: int = 0
+    decode_tokens_dropped: int = 0
     pages_selected: int = 0
 
     def __iadd__(self, other: Counts) -> Counts:

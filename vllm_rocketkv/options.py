@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+MAX_TOKENS = 1 << 24
+"""Upper bound of every option that counts tokens without a tighter one."""
+
 POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "full": ("none", "none"),
@@ -95,6 +98,19 @@ USED_BY: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """Policies that an option means something to, in the order in which options are shown; one given to another is refused."""
+
+_OF_BOUNDS = frozenset({"recent_tokens", "granularity", "topr", "temperature"})
+
+
+def used_options(policy: str, kt_summary: str) -> tuple[str, ...]:
+    """Names of the options that mean something to ``policy``, in the order in which they are shown."""
+    names = tuple(name for name, policies in USED_BY.items() if policy in policies)
+    if kt_summary != "mean" or policy not in _HYBRID:
+        return names
+    # No token is forced into what is read by mean keys, and there is no estimated softmax.
+    unused = _OF_BOUNDS if policy in _EVICTING else _OF_BOUNDS | {"sink_tokens"}
+    return tuple(name for name in names if name not in unused)
+
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {

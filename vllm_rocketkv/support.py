@@ -69,6 +69,7 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
 
 def _refusals(vllm_config: VllmConfig) -> Iterator[str]:
     yield from _refused_options(vllm_config)
+    yield from _refused_policies(vllm_config, config_of(vllm_config))
     if vllm_config.model_config is not None:
         yield from _refused_models(vllm_config, vllm_config.model_config)
         yield from _refused_kv_cache_dtypes(vllm_config, vllm_config.model_config)
@@ -104,6 +105,20 @@ def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
     multiple = 16 if kernels() == "triton" else 32
     if cache.block_size is not None and cache.block_size % multiple != 0:
         yield f"--block-size {cache.block_size} is not a multiple of {multiple}, choose 32, 64 or 128"
+
+
+def _refused_policies(vllm_config: VllmConfig, config: RocketKVConfig) -> Iterator[str]:
+    if config.pinned_tokens and vllm_config.cache_config.enable_prefix_caching is False:
+        yield "option 'pinned_tokens' needs the prefix cache, drop it or start vLLM without --no-enable-prefix-caching"
+    if config.decode_budget_for_step is None:
+        return
+    named, way_out = f"policy '{config.policy}'", "choose policy 'snapkv' or 'rocketkv'"
+    if config.eviction == "snapkv":
+        named, way_out = "option 'decode_budget'", "drop it"
+    if vllm_config.speculative_config is not None:
+        yield f"{named} evicts decoded tokens, also for drafts that are rejected: {way_out} or remove --speculative-config"
+    if kernels() == "triton":
+        yield f"{named} evicts decoded tokens, which is not supported on GPUs yet: {way_out}"
 
 
 def _refused_models(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str]:

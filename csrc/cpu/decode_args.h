@@ -66,10 +66,11 @@ struct DecodeArgs {
   bool ReadsAll(const Row& row) const { return cache.page_size == 0 || row.num_tokens <= row.dense_below; }
 };
 
-constexpr int kMaxGroup = 256;      // query heads of one KV head
+constexpr int kMaxGroup = 256;       // query heads of one KV head
 constexpr int kChunkTokens = 64;     // tokens attended to at once: their K and V stay in the first-level cache
 constexpr int kSegmentTokens = 512;  // tokens whose partial result is one unit of split work
 constexpr int kRunBlocks = 8;        // blocks whose estimation is one unit of split work
+constexpr int kMaxParts = 3;         // numbers of bfloat16 that add up to any float
 
 // Memory that will be needed soon: lines at each of `offsets` from each of `bases`. While one unit computes, it fetches
 // another's into the second-level cache, a few lines at every call, so that threads hardly ever wait for memory.
@@ -102,12 +103,12 @@ struct Ahead {
 struct Scratch {
   float* query;         // [G][D]
   uint16_t* query_bf16;  // [G][D]
-  float* read_query;    // [G][r] the dimensions that the estimation reads, in the order of kt_rows
-  uint32_t* pairs;      // [G][r / 2] the same in bf16, two dimensions each
+  float* read_query;    // [Q][r] what the rows that the estimation reads are multiplied by, in the order of kt_rows
+  uint32_t* pairs;      // [Q or parts][r / 2] the same in bf16, two dimensions each
   int32_t* read_dims;   // [r] 2 * dimension + 1 if its maximum is read, + 0 if its minimum is
   int32_t* kt_rows;     // [r] where those bounds start in a block's KT table, in elements
   float* temperature;   // [G] factor of the logits
-  float* logits;        // [G][pages]
+  float* logits;        // [Q][pages]
   double* sums;         // [pages]
   float* scores;        // [pages or tokens]
   int32_t* chosen;      // [pages or tokens], then tokens
@@ -119,7 +120,10 @@ struct Scratch {
   float* partials;      // [segments][G][D + 2]: sum of weighted values, maximum, sum of weights
   uint8_t* gathered;    // [segments][kChunkTokens][2][D] of the KV type, for native layouts
   int64_t logits_stride;
-  int num_read;        // r
+  int pairs_stride;
+  int num_read;        // r: at most D, or 2 D for quest, which reads both bounds
+  int num_queries;     // Q: the G heads, or the group's one query
+  int num_parts;       // of the group's one query, in `pairs`
   int num_chosen;      // tokens to attend to; -1: all
   int num_kt_lines;
   int num_row_lines;
@@ -131,7 +135,8 @@ struct Scratch {
     const int64_t blocks = (args.max_tokens + args.cache.block_size - 1) / args.cache.block_size;
     const int64_t tokens = blocks * args.cache.block_size;
     const int64_t pages = args.cache.page_size ? tokens / args.cache.page_size : 0;
-    const bool selects = args.selects;
+    const bool selects = args.selects, is_hybrid = args.estimator == Estimator::kHybrid;
+    const int64_t read = args.estimator == Estimator::kQuest ? 2 * dim : dim, queries = is_hybrid ? group : 1;
     const int64_t units = selects ? (args.by_page ? pages : tokens) : 0;
     const int64_t segments = (args.max_tokens + kSegmentTokens - 1) / kSegmentTokens;
     int64_t used = 0;
@@ -141,21 +146,22 @@ struct Scratch {
     };
     take(s.query, group * dim);
     take(s.query_bf16, group * dim);
-    take(s.read_query, group * dim);
-    take(s.pairs, group * (dim / 2 + 1));
-    take(s.read_dims, dim + 1);
-    take(s.kt_rows, dim + 1);
+    take(s.read_query, queries * read);
+    s.pairs_stride = int(read / 2 + 1);
+    take(s.pairs, (is_hybrid ? group : kMaxParts) * s.pairs_stride);
+    take(s.read_dims, read + 1);
+    take(s.kt_rows, read + 1);
     take(s.temperature, group);
     s.logits_stride = selects ? pages : 0;
-    take(s.logits, group * s.logits_stride);
-    take(s.sums, s.logits_stride);
+    take(s.logits, queries * s.logits_stride);
+    take(s.sums, is_hybrid ? s.logits_stride : 0);
     take(s.scores, units);
     take(s.chosen, units);
     take(s.tokens, selects ? tokens : 0);
     take(s.rows, selects ? tokens + 16 : 0);
     take(s.kt, selects ? blocks : 0);
     const int64_t kt_row = selects ? args.cache.PagesPerBlock() * SizeOf(args.cache.kt_type) : 0;
-    take(s.kt_lines, dim * ((kt_row + 63) / 64));
+    take(s.kt_lines, read * ((kt_row + 63) / 64));
     take(s.row_lines, dim * 2 * SizeOf(args.cache.type) / 64 + 1);
     take(s.partials, segments * group * (dim + 2));
     take(s.gathered, args.is_private ? 0 : segments * kChunkTokens * 2 * dim * SizeOf(args.cache.type));

@@ -28,8 +28,8 @@ void CheckRows(const DecodeArgs& args, const at::Tensor& block_table, int64_t nu
     const Row& row = args.rows[i];
     const int64_t blocks = (row.num_tokens + args.cache.block_size - 1) / args.cache.block_size;
     TORCH_CHECK(row.token >= 0 && row.token < num_tokens && row.request >= 0 && row.request < block_table.size(0) &&
-                    row.num_tokens > 0 && row.num_tokens <= args.max_tokens && row.first_block >= 0 && row.first_block + blocks <= block_table.size(1) &&
-                    row.topr > 0 && row.topk_tokens > 0,
+                    row.num_tokens > 0 && row.num_tokens <= args.max_tokens && row.first_block >= 0 &&
+                    row.first_block + blocks <= block_table.size(1) && row.topr > 0 && row.topk_tokens > 0,
                 "rocketkv_cpu: row ", i, " leaves the batch, the block table or max_tokens");
     for (int64_t b = 0; b < blocks; ++b) {
       const int32_t block = args.Blocks(row)[b];
@@ -40,11 +40,13 @@ void CheckRows(const DecodeArgs& args, const at::Tensor& block_table, int64_t nu
 
 void DecodeOp(const at::Tensor& query, const std::optional<at::Tensor>& key, const std::optional<at::Tensor>& value,
               const at::Tensor& kv_cache, const at::Tensor& output, const at::Tensor& rows, const at::Tensor& block_table,
-              int64_t kv_type, double key_scale, double value_scale, int64_t kt_offset, int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset, const std::optional<at::Tensor>& native_layout, double scale, double softcap,
-              int64_t max_tokens, int64_t sink_tokens, int64_t recent_tokens,
-              bool by_page, bool adaptive, int64_t estimator) {
+              int64_t kv_type, double key_scale, double value_scale, int64_t kt_offset, int64_t kt_type, int64_t page_size,
+              bool kt_is_mean, int64_t score_offset, const std::optional<at::Tensor>& native_layout, double scale,
+              double softcap, int64_t max_tokens, int64_t sink_tokens, int64_t recent_tokens, bool by_page, bool adaptive,
+              int64_t estimator) {
   DecodeArgs args{};
-  args.cache = MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size, kt_is_mean, score_offset);
+  args.cache =
+      MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size, kt_is_mean, score_offset);
   args.is_private = !native_layout.has_value();
   if (native_layout) args.native = MakeNativeLayout(*native_layout, args.cache);
   const int64_t head_size = args.cache.head_size, kv_heads = args.cache.num_kv_heads;
@@ -86,12 +88,16 @@ void DecodeOp(const at::Tensor& query, const std::optional<at::Tensor>& key, con
   TORCH_CHECK(estimator >= 0 && estimator <= int64_t(Estimator::kMean), "rocketkv_cpu: unknown estimator ", estimator);
   args.estimator = Estimator(estimator);
   for (int64_t i = 0; i < args.num_rows; ++i) args.selects |= !args.ReadsAll(args.rows[i]);
+  TORCH_CHECK(!args.selects || kt_is_mean == (args.estimator == Estimator::kMean),
+              "rocketkv_cpu: pages hold their keys' ", kt_is_mean ? "mean" : "bounds", ", which estimator ", estimator,
+              " does not rank by");
   CheckRows(args, block_table, num_tokens, kv_cache.size(0));
   Decode(args, at::get_num_threads());
 }
 
 void SummarisePages(const at::Tensor& kv_cache, const at::Tensor& pages, int64_t kv_type, int64_t kt_offset,
-                    int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset, const at::Tensor& native_layout) {
+                    int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset,
+                    const at::Tensor& native_layout) {
   const Cache cache = MakeCache(kv_cache, kv_type, 1, 1, kt_offset, kt_type, page_size, kt_is_mean, score_offset);
   TORCH_CHECK(page_size > 0, "rocketkv_cpu: there is no KT table");
   const NativeLayout native = MakeNativeLayout(native_layout, cache);
@@ -128,12 +134,12 @@ std::string IsaOp() { return ActiveIsa(); }
 TORCH_LIBRARY_FRAGMENT(rocketkv_cpu, m) {
   m.def(
       "decode(Tensor query, Tensor? key, Tensor? value, Tensor(a!) kv_cache, Tensor(b!) output, Tensor rows, "
-      "Tensor block_table, int kv_type, float key_scale, float value_scale, int kt_offset, int kt_type, int page_size, bool kt_is_mean, int score_offset, "
-      "Tensor? native_layout, float scale, float softcap, int max_tokens, "
+      "Tensor block_table, int kv_type, float key_scale, float value_scale, int kt_offset, int kt_type, int page_size, "
+      "bool kt_is_mean, int score_offset, Tensor? native_layout, float scale, float softcap, int max_tokens, "
       "int sink_tokens, int recent_tokens, bool by_page, bool adaptive, int estimator) -> ()");
   m.def(
-      "summarise_pages(Tensor(a!) kv_cache, Tensor pages, int kv_type, int kt_offset, int kt_type, int page_size, bool kt_is_mean, int score_offset, "
-      "Tensor native_layout) -> ()");
+      "summarise_pages(Tensor(a!) kv_cache, Tensor pages, int kv_type, int kt_offset, int kt_type, int page_size, "
+      "bool kt_is_mean, int score_offset, Tensor native_layout) -> ()");
   m.def("isas() -> str[]", &Isas);
   m.def("isa() -> str", &IsaOp);
   m.def("set_isa(str name) -> ()", &SetIsaOp);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stage 2, first half: from the KT table to the tokens that a row attends to (hybrid sparse attention, arXiv 2502.14051,
-// section 3.4; the formulas are in vllm_rocketkv/kernels/reference.py, hsa_scores and hsa_choose).
+// section 3.4; the formulas are in vllm_rocketkv/kernels/reference.py, hsa_scores and hsa_choose), and two other ways
+// to rank pages, by one query of the whole group (quest_scores, mean_scores).
 #pragma once
 
 #include "decode_args.h"
@@ -48,9 +49,9 @@ inline void PrepareQuery(const DecodeArgs& args, const Row& row, int kv_head, Sc
   }
 }
 
-// The dimensions to read, where their bounds lie, and each head's temperature.
-inline void PrepareEstimate(const DecodeArgs& args, const Row& row, int kv_head, Scratch* s) {
-  const int group = args.Group(), dim = args.cache.head_size, pages = args.cache.PagesPerBlock();
+// Hybrid sparse attention: the dimensions to read, which of their bounds, and each head's temperature.
+inline void PrepareHybrid(const DecodeArgs& args, const Row& row, Scratch* s) {
+  const int group = args.Group(), dim = args.cache.head_size;
   int32_t* dims = s->read_dims;
   int num_read = dim;
   if (row.topr < dim) {
@@ -77,15 +78,78 @@ inline void PrepareEstimate(const DecodeArgs& args, const Row& row, int kv_head,
     for (int i = 0; i < num_read; i += 2) {
       const uint32_t low = s->query_bf16[g * dim + dims[i]];
       const uint32_t high = i + 1 < num_read ? s->query_bf16[g * dim + dims[i + 1]] : 0;
-      s->pairs[g * (dim / 2 + 1) + i / 2] = low | high << 16;
+      s->pairs[g * s->pairs_stride + i / 2] = low | high << 16;
     }
   }
   for (int i = 0; i < num_read; ++i) {  // one sign for the group, or it would read both bounds
     double sum = 0;
     for (int g = 0; g < group; ++g) sum += s->query[g * dim + dims[i]];
     dims[i] = 2 * dims[i] + (sum > 0 ? 1 : 0);
-    s->kt_rows[i] = dims[i] * pages;
   }
+  s->num_read = num_read;
+  s->num_queries = group;
+}
+
+// Cuts the part that bfloat16 holds off a float: three of them are all of it. Infinity and NaN are the first part alone.
+ROCKETKV_INLINE uint32_t TakePart(float* rest) {
+  const uint32_t part = Bits<uint32_t>(*rest) >> 16;
+  const float left = *rest - Bits<float>(part << 16);
+  *rest = left == left ? left : 0.0f;
+  return part;
+}
+
+// quest and mean: one query for the group. quest reads a dimension's maximum for the heads whose q_d is positive and its
+// minimum for the others, so that the heads' bounds add up; rows whose factor is 0 are not read.
+inline void PrepareCombined(const DecodeArgs& args, Scratch* s) {
+  const int group = args.Group(), dim = args.cache.head_size;
+  const bool is_quest = args.estimator == Estimator::kQuest;
+  int num_read = 0;
+  auto read = [&](int row, double factor) {
+    if (factor == 0) return;
+    s->read_dims[num_read] = row;
+    s->read_query[num_read++] = float(factor);
+  };
+  for (int d = 0; d < dim; ++d) {
+    double of_min = 0, of_max = 0, sum = 0;  // what is not a number is part of both
+    for (int g = 0; g < group; ++g) {
+      const float q = s->query[g * dim + d];
+      of_min += q > 0 ? 0.0f : q;
+      of_max += q < 0 ? 0.0f : q;
+      sum += q;
+    }
+    if (is_quest) {
+      read(2 * d, of_min);
+      read(2 * d + 1, of_max);
+    } else {
+      read(2 * d, sum / group);  // the mean, which lies in the place of both
+    }
+  }
+  // In bfloat16 without rounding: one part if all factors have so few digits, else three.
+  s->num_parts = 1;
+  for (int i = 0; i < num_read; ++i) {
+    if (Bits<uint32_t>(s->read_query[i]) & 0xffffu) s->num_parts = kMaxParts;
+  }
+  for (int i = 0; i < num_read; i += 2) {
+    float low = s->read_query[i], high = i + 1 < num_read ? s->read_query[i + 1] : 0.0f;
+    for (int part = 0; part < s->num_parts; ++part) {
+      const uint32_t of_low = TakePart(&low);
+      s->pairs[part * s->pairs_stride + i / 2] = of_low | TakePart(&high) << 16;
+    }
+  }
+  s->num_read = num_read;
+  s->num_queries = 1;
+}
+
+// The rows of the KT table to read, where they lie, and what they are multiplied by.
+inline void PrepareEstimate(const DecodeArgs& args, const Row& row, int kv_head, Scratch* s) {
+  const int pages = args.cache.PagesPerBlock();
+  if (args.estimator == Estimator::kHybrid) {
+    PrepareHybrid(args, row, s);
+  } else {
+    PrepareCombined(args, s);
+  }
+  const int num_read = s->num_read;
+  for (int i = 0; i < num_read; ++i) s->kt_rows[i] = s->read_dims[i] * pages;
   const int row_bytes = pages * int(SizeOf(args.cache.kt_type));
   s->num_kt_lines = 0;
   for (int i = 0; i < num_read; ++i) {
@@ -94,7 +158,6 @@ inline void PrepareEstimate(const DecodeArgs& args, const Row& row, int kv_head,
     }
   }
   if (num_read % 2) s->kt_rows[num_read] = s->kt_rows[num_read - 1];  // the last one's partner; its query is 0
-  s->num_read = num_read;
   const int32_t* blocks = args.Blocks(row);
   const int64_t num_blocks = CeilDiv(row.num_tokens, args.cache.block_size);
   for (int64_t b = 0; b < num_blocks; ++b) s->kt[b] = args.cache.KtHead(blocks[b], kv_head);
@@ -104,8 +167,9 @@ inline void PrepareEstimate(const DecodeArgs& args, const Row& row, int kv_head,
 
 #if defined(__AVX512BF16__)
 // Pages [page, page + 32) of a block for kHeads heads. Two bounds of a page are brought side by side, so that one
-// instruction multiplies both: 32 pages of two dimensions in two loads and two shuffles.
-template <int kHeads>
+// instruction multiplies both: 32 pages of two dimensions in two loads and two shuffles. `kIsSum`: the heads are parts of
+// one query, and only their sum is stored.
+template <int kHeads, bool kIsSum = false>
 ROCKETKV_INLINE void EstimatePages(const uint16_t* kt, const int32_t* rows, int num_pairs, const uint32_t* pairs,
                                    int pairs_stride, const uint16_t* next, float* logits, int64_t logits_stride,
                                    Ahead* ahead) {
@@ -125,10 +189,14 @@ ROCKETKV_INLINE void EstimatePages(const uint16_t* kt, const int32_t* rows, int 
       high[head] = _mm512_dpbf16_ps(high[head], (__m512bh)h, (__m512bh)q);
     }
   }
+  for (int head = kHeads - 1; kIsSum && head > 0; --head) {  // the least digits first
+    low[head - 1] = _mm512_add_ps(low[head - 1], low[head]);
+    high[head - 1] = _mm512_add_ps(high[head - 1], high[head]);
+  }
   // The unpacking went by quarters: four pages of the low halves, four of the high ones.
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  for (int head = 0; head < kHeads; ++head) {
+  for (int head = 0; head < (kIsSum ? 1 : kHeads); ++head) {
     _mm512_storeu_ps(logits + head * logits_stride, _mm512_permutex2var_ps(low[head], first, high[head]));
     _mm512_storeu_ps(logits + head * logits_stride + 16, _mm512_permutex2var_ps(low[head], second, high[head]));
   }
@@ -158,11 +226,10 @@ inline void EstimateBlock(const DecodeArgs& args, const Scratch& s, int head, co
   int page = 0;
 #if defined(__AVX512BF16__)
   if (sizeof(KT) == 2 && args.model_type == Type::kBFloat16 && pages % 32 == 0) {  // all pages of a block one way
-    const int stride = dim / 2 + 1;
     for (; page + 32 <= pages; page += 32) {
       EstimatePages<kHeads>(reinterpret_cast<const uint16_t*>(kt) + page, s.kt_rows, (s.num_read + 1) / 2,
-                            s.pairs + head * stride, stride, reinterpret_cast<const uint16_t*>(next) + page,
-                            logits + page, s.logits_stride, ahead);
+                            s.pairs + head * s.pairs_stride, s.pairs_stride,
+                            reinterpret_cast<const uint16_t*>(next) + page, logits + page, s.logits_stride, ahead);
     }
   }
 #endif
@@ -183,6 +250,30 @@ inline void EstimateBlock(const DecodeArgs& args, const Scratch& s, int head, co
   }
 }
 
+// All pages of one block for the one query of the group, whatever type the model computes in.
+template <class KT>
+inline void EstimateCombined(const DecodeArgs& args, const Scratch& s, const KT* kt, const KT* next, float* logits,
+                             Ahead* ahead) {
+#if defined(__AVX512BF16__)
+  const int pages = args.cache.PagesPerBlock();
+  if (sizeof(KT) == 2 && pages % 32 == 0) {
+    const int num_pairs = (s.num_read + 1) / 2;
+    for (int page = 0; page < pages; page += 32) {
+      const uint16_t* at = reinterpret_cast<const uint16_t*>(kt) + page;
+      const uint16_t* after = reinterpret_cast<const uint16_t*>(next) + page;
+      if (s.num_parts == 1) {
+        EstimatePages<1>(at, s.kt_rows, num_pairs, s.pairs, s.pairs_stride, after, logits + page, 0, ahead);
+      } else {
+        EstimatePages<kMaxParts, true>(at, s.kt_rows, num_pairs, s.pairs, s.pairs_stride, after, logits + page, 0,
+                                       ahead);
+      }
+    }
+    return;
+  }
+#endif
+  EstimateBlock<1>(args, s, 0, kt, next, logits, ahead);
+}
+
 // A key's element where the row's sequence has it, as stored.
 template <class T>
 ROCKETKV_INLINE float KeyElement(const DecodeArgs& args, const T* head, int offset, int d) {
@@ -201,24 +292,32 @@ inline void EstimateNewestPage(const DecodeArgs& args, const Row& row, int kv_he
   const T* head = reinterpret_cast<const T*>(cache.Head(args.Blocks(row)[first / cache.block_size], kv_head));
   const int offset = first % cache.block_size;
   float sums[kMaxGroup] = {};
-  const int group = args.Group();
+  const int queries = s->num_queries, count = row.num_tokens - first;
   for (int i = 0; i < s->num_read; ++i) {
     const int d = s->read_dims[i] >> 1;
     const bool up = s->read_dims[i] & 1;
     float bound = KeyElement(args, head, offset, d);
-    for (int t = 1; t < row.num_tokens - first; ++t) {
-      const float key = KeyElement(args, head, offset + t, d);
-      bound = (up ? key > bound : key < bound) ? key : bound;
+    if (cache.kt_is_mean) {
+      for (int t = 1; t < count; ++t) bound += KeyElement(args, head, offset + t, d);
+      KT mean;
+      FromFloat(bound / float(count), &mean);
+      bound = Clamp(ToFloat(mean));
+    } else {
+      for (int t = 1; t < count; ++t) {
+        const float key = KeyElement(args, head, offset + t, d);
+        bound = (up ? key > bound : key < bound) ? key : bound;
+      }
+      bound = Clamp(ToFloat(RoundOutward<KT>(bound, up)));
     }
-    bound = Clamp(ToFloat(RoundOutward<KT>(bound, up)));
-    for (int g = 0; g < group; ++g) sums[g] = Fma(s->read_query[g * dim + i], bound, sums[g]);
+    for (int g = 0; g < queries; ++g) sums[g] = Fma(s->read_query[g * dim + i], bound, sums[g]);
   }
-  for (int g = 0; g < group; ++g) s->logits[g * s->logits_stride + page] = sums[g];
+  for (int g = 0; g < queries; ++g) s->logits[g * s->logits_stride + page] = sums[g];
 }
 
 template <class KT>
 inline void EstimateBlocks(const DecodeArgs& args, int first_block, int last_block, Scratch* s, Ahead ahead) {
-  const int group = args.Group(), pages = args.cache.PagesPerBlock();
+  const int group = s->num_queries, pages = args.cache.PagesPerBlock();
+  const bool is_combined = args.estimator != Estimator::kHybrid;
   ahead.Spread(int64_t{last_block - first_block} * s->num_kt_lines * int64_t(sizeof(KT)) / 4 *
                CeilDiv(group, kHeadsAtOnce));
   for (int i = 0; i < s->num_kt_lines; ++i) Prefetch(s->kt[first_block] + s->kt_lines[i]);
@@ -226,6 +325,10 @@ inline void EstimateBlocks(const DecodeArgs& args, int first_block, int last_blo
     const KT* kt = reinterpret_cast<const KT*>(s->kt[block]);
     const KT* next = reinterpret_cast<const KT*>(s->kt[block + 1 < last_block ? block + 1 : block]);
     float* logits = s->logits + int64_t{block} * pages;
+    if (is_combined) {
+      EstimateCombined(args, *s, kt, next, logits, &ahead);
+      continue;
+    }
     for (int head = 0; head < group; head += kHeadsAtOnce) {
       float* of_head = logits + head * s->logits_stride;
       switch (group - head) {
@@ -280,7 +383,19 @@ inline void ScorePages(const DecodeArgs& args, const Row& row, Scratch* s) {
   }
 }
 
-// Tokens to attend to, ascending, from ScorePages' scores, which lie at the start of `logits`.
+// quest and mean rank by the logits themselves, which may be negative. SelectTop compares scores as integers: here they
+// become those that order as the logits do. What is not a number ranks last; the two zeros tie.
+inline void RankPages(const DecodeArgs& args, const Row& row, Scratch* s) {
+  const int pages = int(CeilDiv(row.num_tokens, args.cache.page_size));
+  for (int p = 0; p < pages; ++p) {
+    const float logit = s->logits[p] + 0.0f;  // -0 + 0 = 0
+    const int32_t bits = Bits<int32_t>(logit);
+    const int32_t order = logit == logit ? bits ^ (bits >> 31 & INT32_MAX) : INT32_MIN;
+    __builtin_memcpy(s->logits + p, &order, sizeof(order));
+  }
+}
+
+// Tokens to attend to, ascending, from the scores of ScorePages or RankPages, which lie at the start of `logits`.
 inline void Choose(const DecodeArgs& args, const Row& row, Scratch* s) {
   const int page_size = args.cache.page_size, n = row.num_tokens;
   const int unit = args.by_page ? page_size : 1, per_page = page_size / unit;
@@ -289,7 +404,7 @@ inline void Choose(const DecodeArgs& args, const Row& row, Scratch* s) {
   if (unit > 1 || page_size == 1) {
     __builtin_memcpy(scores, s->logits, sizeof(float) * units);
   } else {
-    for (int t = 0; t < units; ++t) scores[t] = s->logits[t / per_page];
+    for (int t = 0; t < units; ++t) __builtin_memcpy(scores + t, s->logits + t / per_page, sizeof(float));
   }
   const int sinks = int(MinI(CeilDiv(args.sink_tokens, unit), units));
   int recent = units;  // the first unit of the newest tokens

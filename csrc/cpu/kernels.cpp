@@ -5,6 +5,7 @@
 #include "attend.h"
 #include "compact.h"
 #include "estimate.h"
+#include "heavy.h"
 #include "page.h"
 #include "score.h"
 
@@ -26,7 +27,11 @@ void Estimate(const DecodeArgs& args, const Row&, int, int first_block, int last
 template <class T, class KT>
 void SelectTokens(const DecodeArgs& args, const Row& row, int kv_head, Scratch* s) {
   EstimateNewestPage<T, KT>(args, row, kv_head, s);
-  ScorePages(args, row, s);
+  if (args.estimator == Estimator::kHybrid) {
+    ScorePages(args, row, s);
+  } else {
+    RankPages(args, row, s);
+  }
   Choose(args, row, s);
   if (args.is_private) LocateTokens<T>(args, row, kv_head, s);
 }
@@ -69,7 +74,8 @@ SummarisePageFn NativePage(Type kv_type, Type kt_type) {
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {ScoreStats, ScoreSum, Keep, Compact, Decode, NativePage};
+const Kernels kKernels = {ScoreStats, ScoreSum, Keep,      Compact, HeavyStats,
+                          HeavySum,   HeavyFew, KeepHeavy, Decode,  NativePage};
 
 }  // namespace ROCKETKV_ISA
 }  // namespace rocketkv

@@ -12,6 +12,10 @@ struct Kernels {
   ScoreSumFn score_sum;
   KeepFn keep;
   CompactFn compact;
+  HeavyStatsFn heavy_stats;
+  HeavySumFn heavy_sum;
+  HeavyFewFn heavy_few;
+  KeepHeavyFn keep_heavy;
   DecodeKernels (*decode)(Type kv_type, Type kt_type);
   SummarisePageFn (*summarise_native_page)(Type kv_type, Type kt_type);
 };

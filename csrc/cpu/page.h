@@ -40,6 +40,15 @@ inline void SummariseNativePage(const Cache& cache, const NativeLayout& native, 
   const int pages = cache.PagesPerBlock();
   KT* entry = reinterpret_cast<KT*>(cache.KtHead(block, kv_head)) + offset / cache.page_size;
   for (int d = 0; d < cache.head_size; ++d) {
+    if (cache.kt_is_mean) {
+      float sum = ToFloat(head[native.key_token[offset] + native.key_dim[d]]);
+      for (int t = 1; t < cache.page_size; ++t) {
+        sum += ToFloat(head[native.key_token[offset + t] + native.key_dim[d]]);
+      }
+      FromFloat(ClampBound<KT>(sum / float(cache.page_size)), &entry[2 * d * pages]);
+      entry[(2 * d + 1) * pages] = entry[2 * d * pages];
+      continue;
+    }
     float low = INFINITY, high = -INFINITY;
     for (int t = 0; t < cache.page_size; ++t) {
       const float key = ToFloat(head[native.key_token[offset + t] + native.key_dim[d]]);
@@ -60,7 +69,7 @@ inline void ClosePage(const DecodeArgs& args, const Row& row, int kv_head) {
   const int64_t block = args.Blocks(row)[first / cache.block_size];
   const T* keys = reinterpret_cast<const T*>(cache.Head(block, kv_head)) + int64_t{2} * offset * dim;
   KT* entry = reinterpret_cast<KT*>(cache.KtHead(block, kv_head)) + offset / cache.page_size;
-  SummarisePage(keys, cache.page_size, dim, cache.PagesPerBlock(), entry);
+  SummarisePage(cache, keys, entry);
 }
 
 }  // namespace ROCKETKV_ISA

@@ -6,7 +6,7 @@
 namespace rocketkv {
 namespace {
 
-constexpr PromptPlan kDensePrompt = {0, 0, 0};
+constexpr PromptPlan kDensePrompt = {.is_sparse = 0, .first_limit = PromptPlan::kNever};
 
 // One request's share of the step: positions start to end - 1, in rows of the batch from `first`
 // on.
@@ -15,11 +15,21 @@ struct Request {
   int64_t first;
   int64_t start;
   int64_t end;
-  int64_t prompt_len;
   PromptPlan prompt;
 
-  // N, cut to this step's positions: from here on tokens are sparse.
-  int64_t Border() const { return prompt.is_sparse ? std::clamp(prompt_len, start, end) : end; }
+  // The natural length, cut to this step's positions: from here on tokens are sparse.
+  int64_t Border() const {
+    return prompt.is_sparse ? std::clamp(int64_t{prompt.natural_length}, start, end) : end;
+  }
+  // How often decoded tokens have been evicted when the token at `position` is computed.
+  int64_t NumEvictions(int64_t position) const {
+    if (position < prompt.first_limit) return 0;
+    return (position - prompt.first_limit) / prompt.interval + 1;
+  }
+  // The first length beyond `start` at which decoded tokens are evicted.
+  int64_t NextLimit() const {
+    return prompt.first_limit + NumEvictions(start) * prompt.interval;
+  }
   int64_t TokenAt(int64_t position) const { return first + position - start; }
 };
 
@@ -28,11 +38,10 @@ int64_t CeilDiv(int64_t numerator, int64_t denominator) {
 }
 
 const PromptPlan* FindPrompt(const StepInputs& in, int64_t request) {
-  const int64_t length = in.prompt_lens[request];
-  if (length <= 0) return &kDensePrompt;
-  const bool is_known =
-      length < in.num_prompts && in.prompts[length].is_sparse != PromptPlan::kUnknown;
-  return is_known ? &in.prompts[length] : nullptr;
+  const int64_t id = in.plan_ids[request];
+  if (id <= 0) return &kDensePrompt;
+  const bool is_known = id < in.num_prompts && in.prompts[id].is_sparse != PromptPlan::kUnknown;
+  return is_known ? &in.prompts[id] : nullptr;
 }
 
 int64_t FindUnknown(const StepInputs& in) {
@@ -46,7 +55,7 @@ Request MakeRequest(const StepInputs& in, int64_t index) {
   const int64_t first = in.query_start_loc[index];
   const int64_t num_tokens = in.query_start_loc[index + 1] - first;
   const int64_t end = in.seq_lens[index];
-  return {static_cast<int32_t>(index), first, end - num_tokens, end, in.prompt_lens[index],
+  return {static_cast<int32_t>(index), first, end - num_tokens, end,
           *FindPrompt(in, index)};
 }
 
@@ -69,13 +78,17 @@ void AddDensePart(const StepInputs& in, const StepBuffers& out, const Request& r
 
 void AddRows(const StepInputs& in, const StepBuffers& out, const Request& request,
              StepCounts* counts) {
-  const int64_t natural_blocks = CeilDiv(request.prompt_len, in.block_size);
-  const int64_t num_dropped = request.prompt.num_dropped_blocks * in.block_size;
+  const PromptPlan& prompt = request.prompt;
+  const int64_t natural_blocks = CeilDiv(prompt.natural_length, in.block_size);
+  const int64_t dropped_first = prompt.num_dropped_blocks * in.block_size;
   Row row{};
   row.request = request.index;
   row.first_block = in.evicts ? static_cast<int32_t>(natural_blocks) : 0;
-  row.topr = request.prompt.topr;
+  row.topr = prompt.topr;
+  row.topk_tokens = prompt.topk_tokens;
+  row.dense_below = prompt.dense_below;
   const int64_t first_row = counts->num_rows;
+  const int64_t evicted_before = request.NumEvictions(request.Border());
   for (int64_t position = request.Border(); position < request.end; ++position) {
     const int64_t token = request.TokenAt(position), slot = in.slot_mapping[token];
     out.natural_slots[token] = in.evicts ? -1 : slot;
@@ -83,8 +96,12 @@ void AddRows(const StepInputs& in, const StepBuffers& out, const Request& reques
     ++counts->num_sparse_tokens;
     if (slot < 0) continue;  // a dummy run
     row.token = static_cast<int32_t>(token);
-    row.num_tokens = static_cast<int32_t>(position + 1 - num_dropped);
-    if (counts->num_rows > first_row) {
+    const int64_t evictions = request.NumEvictions(position);
+    row.num_tokens =
+        static_cast<int32_t>(position + 1 - dropped_first - evictions * prompt.interval);
+    row.phase = static_cast<int32_t>(evictions - evicted_before);
+    counts->num_phases = std::max<int64_t>(counts->num_phases, row.phase + 1);
+    if (counts->num_rows > first_row && out.rows[counts->num_rows - 1].phase == row.phase) {
       out.rows[counts->num_rows - 1].later = 1;
       counts->has_later = 1;
     }
@@ -96,8 +113,9 @@ void AddRows(const StepInputs& in, const StepBuffers& out, const Request& reques
 void AddWindow(const StepInputs& in, const StepBuffers& out, const Request& request,
                StepCounts* counts) {
   if (!in.evicts || !request.prompt.is_sparse || in.slot_mapping[request.first] < 0) return;
-  const int64_t prompt_len = request.prompt_len;
-  if (request.start < prompt_len && request.end > prompt_len - in.window_size) {
+  const int64_t length = request.prompt.natural_length, window = request.prompt.window_size;
+  if ((request.start < length && request.end > length - window) ||
+      request.end > request.NextLimit() - window) {
     out.window_requests[counts->num_window_requests++] = request.index;
   }
 }

@@ -35,13 +35,13 @@ T* Table(const at::Tensor& tensor, int64_t columns, int64_t size, const char* na
 }
 
 void PlanStepOp(const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
-                const at::Tensor& prompt_lens, const at::Tensor& slot_mapping,
+                const at::Tensor& plan_ids, const at::Tensor& slot_mapping,
                 const at::Tensor& block_table, const at::Tensor& prompts, int64_t num_reqs,
-                int64_t block_size, int64_t window_size, int64_t page_size, bool evicts,
+                int64_t block_size, int64_t page_size, bool evicts,
                 at::Tensor& rows, at::Tensor& natural_slots, at::Tensor& dense_tokens,
                 at::Tensor& dense_starts, at::Tensor& dense_seq_lens, at::Tensor& dense_requests,
                 at::Tensor& window_requests, at::Tensor& touched_pages, at::Tensor& counts) {
-  TORCH_CHECK(num_reqs >= 0 && block_size > 0 && window_size >= 0 && page_size >= 0,
+  TORCH_CHECK(num_reqs >= 0 && block_size > 0 && page_size >= 0,
               "plan_step: sizes must not be negative");
   TORCH_CHECK(page_size == 0 || block_size % page_size == 0,
               "plan_step: page_size must divide block_size");
@@ -55,7 +55,7 @@ void PlanStepOp(const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
   const rocketkv::StepInputs in = {
       .query_start_loc = starts,
       .seq_lens = Vector<int32_t>(seq_lens, num_reqs, "seq_lens"),
-      .prompt_lens = Vector<int32_t>(prompt_lens, num_reqs, "prompt_lens"),
+      .plan_ids = Vector<int32_t>(plan_ids, num_reqs, "plan_ids"),
       .slot_mapping = Vector<int64_t>(slot_mapping, num_tokens, "slot_mapping"),
       .block_table = block_table.const_data_ptr<int32_t>(),
       .prompts = Table<rocketkv::PromptPlan>(prompts, kPromptColumns, 0, "prompts"),
@@ -64,7 +64,6 @@ void PlanStepOp(const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
       .table_stride = block_table.stride(0),
       .num_prompts = prompts.size(0),
       .block_size = block_size,
-      .window_size = window_size,
       .page_size = page_size,
       .evicts = evicts,
   };
@@ -88,8 +87,8 @@ void PlanStepOp(const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
 
 TORCH_LIBRARY_FRAGMENT(rocketkv_cpu, m) {
   m.def(
-      "plan_step(Tensor query_start_loc, Tensor seq_lens, Tensor prompt_lens, Tensor slot_mapping, "
-      "Tensor block_table, Tensor prompts, int num_reqs, int block_size, int window_size, "
+      "plan_step(Tensor query_start_loc, Tensor seq_lens, Tensor plan_ids, Tensor slot_mapping, "
+      "Tensor block_table, Tensor prompts, int num_reqs, int block_size, "
       "int page_size, bool evicts, Tensor(a!) rows, Tensor(b!) natural_slots, "
       "Tensor(c!) dense_tokens, Tensor(d!) dense_starts, Tensor(e!) dense_seq_lens, "
       "Tensor(f!) dense_requests, Tensor(g!) window_requests, Tensor(h!) touched_pages, "

@@ -37,6 +37,36 @@ ROCKETKV_INLINE Vec Tanh(Vec x) {
 
 // ------------------------------------------------------------------------------------------------ operands
 
+// to[row * to_stride + column] = from[column][row], for kLanes rows and columns.
+ROCKETKV_INLINE void Transpose(Vec (&from)[kLanes], float* to, int to_stride) {
+#if defined(__AVX512F__)
+#define ROCKETKV_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ROCKETKV_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX2__)
+#define ROCKETKV_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ROCKETKV_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define ROCKETKV_LOW 0, 4, 1, 5
+#define ROCKETKV_HIGH 2, 6, 3, 7
+#endif
+  // Interleaving the first half of the vectors with the second rotates the bits of an element's place by one.
+#pragma GCC unroll 4
+  for (int step = 1; step < kLanes; step *= 2) {
+    Vec next[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = __builtin_shufflevector(from[i], from[i + kLanes / 2], ROCKETKV_LOW);
+      next[2 * i + 1] = __builtin_shufflevector(from[i], from[i + kLanes / 2], ROCKETKV_HIGH);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) from[i] = next[i];
+  }
+#undef ROCKETKV_LOW
+#undef ROCKETKV_HIGH
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) Store(to + i * to_stride, from[i]);
+}
+
 // Dot products of floats: a tile is [head_size][kTileTokens] floats.
 struct FloatDot {
   typedef float Unit;
@@ -51,6 +81,15 @@ struct FloatDot {
       for (int d = 0; d < head_size; ++d) {
         const T* of_dim = first + native.key_dim[d];
         for (int i = 0; i < kTokensAtOnce; i += kLanes) Store(tile + d * kTileTokens + i, Load(of_dim + i));
+      }
+    } else if (order == KeyOrder::kRows) {
+      const T* first = head + native.key_dim[0];
+      Vec rows[kLanes];
+      for (int i = 0; i < kTokensAtOnce; i += kLanes) {
+        for (int d = 0; d < head_size; d += kLanes) {
+          for (int t = 0; t < kLanes; ++t) rows[t] = Load(first + token[i + t] + d);
+          Transpose(rows, tile + d * kTileTokens + i, kTileTokens);
+        }
       }
     } else {
       for (int d = 0; d < head_size; ++d) {
@@ -89,6 +128,15 @@ struct PairDot {
                             int head_size, uint32_t* tile) {
     const uint16_t* head = reinterpret_cast<const uint16_t*>(bf16);
     const int32_t *token = native.key_token + offset, *dim = native.key_dim;
+    if (order == KeyOrder::kRows && head_size % (2 * kLanes) == 0) {
+      const uint16_t* first = head + dim[0];
+      Vec rows[kLanes];
+      for (int d = 0; d < head_size; d += 2 * kLanes, tile += kLanes * kTileTokens) {
+        for (int t = 0; t < kLanes; ++t) rows[t] = LoadBits<Vec>(first + token[t] + d);
+        Transpose(rows, reinterpret_cast<float*>(tile), kTileTokens);
+      }
+      return;
+    }
     for (int d = 0; d < head_size; d += 2, tile += kTileTokens) {
       const uint16_t *low = head + dim[d], *high = head + dim[d + 1];
       if (order == KeyOrder::kPairs) {
@@ -121,14 +169,14 @@ struct PairDot {
 
 // ------------------------------------------------------------------------------------------------ logits
 
-// Keys [first, first + kTileTokens) of the prompt, transposed; zeros where there is no block.
+// Keys [first, first + kTileTokens), transposed; zeros where there is no block.
 template <class T, class Dot>
-inline void FillTile(const ScoreArgs& args, int kv_head, int first, typename Dot::Unit* tile) {
+inline void FillTile(const QueryArgs& args, int kv_head, int first, typename Dot::Unit* tile) {
   const int dim = args.cache.head_size, block_size = args.cache.block_size;
   for (int i = 0; i < kTileTokens; i += kTokensAtOnce) {
     const int token = first + i;
     if (token < args.num_tokens) {
-      const T* head = reinterpret_cast<const T*>(args.cache.Head(args.prompt_blocks[token / block_size], kv_head));
+      const T* head = reinterpret_cast<const T*>(args.cache.Head(args.blocks[token / block_size], kv_head));
       Dot::Fill(head, args.native, args.key_order, token % block_size, dim, tile + i);
     } else {
       for (int d = 0; d < dim / Dot::kDims; ++d) {
@@ -140,17 +188,17 @@ inline void FillTile(const ScoreArgs& args, int kv_head, int first, typename Dot
 
 // Rows [row, row + kRowsAtOnce) of a KV head; those beyond the last repeat it.
 template <class Dot>
-inline void SetRows(const ScoreArgs& args, int kv_head, int row, Dot* dot) {
+inline void SetRows(const QueryArgs& args, int kv_head, int row, Dot* dot) {
   const int group = args.Group();
   for (int r = 0; r < kRowsAtOnce; ++r) {
     const int from = int(MinI(row + r, args.Rows() - 1));
-    const int64_t head = int64_t{from / group} * args.num_heads + kv_head * group + from % group;
-    dot->SetRow(r, args.model_type, args.window_query, head * args.cache.head_size, args.cache.head_size);
+    const int64_t offset = int64_t{kv_head * group + from % group} * args.cache.head_size;
+    dot->SetRow(r, args.model_type, args.query, from / group * args.query_stride + offset, args.cache.head_size);
   }
 }
 
 template <class Dot>
-inline void Logits(const ScoreArgs& args, const Dot& dot, const typename Dot::Unit* tile,
+inline void Logits(const QueryArgs& args, const Dot& dot, const typename Dot::Unit* tile,
                    Vec (&logits)[kRowsAtOnce][kTileVecs]) {
   const int units = args.cache.head_size / Dot::kDims;
   const Vec scale = Splat(args.scale * args.cache.key_scale);
@@ -175,33 +223,42 @@ inline void Logits(const ScoreArgs& args, const Dot& dot, const typename Dot::Un
 
 // ------------------------------------------------------------------------------------------------ the two passes
 
+// Which lanes of vector v of a tile are among its first `count` keys.
+ROCKETKV_INLINE IVec IsBelow(int v, int count) {
+  IVec lane{};
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  return lane < ISplat(count - v * kLanes);
+}
+
+// Of rows [first_row, last_row), both multiples of kRowsAtOnce: the maximum of the logits of those keys [begin, end) that
+// a row sees, and the sum of e^(logit - maximum), into stats [rows][2].
 template <class T, class Dot>
-inline void RunStats(const ScoreArgs& args, int kv_head, int run, float* scratch) {
+inline void RowStats(const QueryArgs& args, int kv_head, int first_row, int last_row, int begin, int end,
+                     float* scratch, float* stats) {
   auto* tile = reinterpret_cast<typename Dot::Unit*>(scratch);
   // Maximum and sum of each lane by itself, so that no tile ends in a sum across lanes.
-  float* state = scratch + int64_t{kTileTokens} * args.cache.head_size;  // [PaddedRows()][2][kLanes]
-  const int rows = args.PaddedRows(), group = args.Group(), prefix = args.Prefix(), scored = args.NumScored();
+  float* state = scratch + int64_t{kTileTokens} * args.cache.head_size;  // [rows][2][kLanes]
+  const int rows = last_row - first_row;
   for (int r = 0; r < rows; ++r) {
     Store(state + int64_t{r} * 2 * kLanes, Splat(kLowestLogit));
     Store(state + int64_t{r} * 2 * kLanes + kLanes, Splat(0.0f));
   }
-  const int begin = run * kScoreRunTokens, end = int(MinI(begin + kScoreRunTokens, scored));
   Dot dot;
   Vec logits[kRowsAtOnce][kTileVecs];
   for (int first = begin; first < end; first += kTileTokens) {
     FillTile<T, Dot>(args, kv_head, first, tile);
-    const bool all_visible = first + kTileTokens <= prefix;
-    for (int row = 0; row < rows; row += kRowsAtOnce) {
+    const bool all_visible = first + kTileTokens <= args.Prefix();
+    for (int row = int(MaxI(first_row, args.FirstRow(first))); row < last_row; row += kRowsAtOnce) {
       SetRows(args, kv_head, row, &dot);
       Logits(args, dot, tile, logits);
       for (int r = 0; r < kRowsAtOnce; ++r) {
         if (!all_visible) {
-          const int visible = args.over_all ? int(MinI(prefix + (row + r) / group + 1, scored)) : prefix;
-          for (int i = int(MaxI(visible - first, 0)); i < kTileTokens; ++i) {
-            logits[r][i / kLanes][i % kLanes] = -INFINITY;
+          const int visible = args.Visible(row + r) - first;
+          for (int v = 0; v < kTileVecs; ++v) {
+            logits[r][v] = Select(IsBelow(v, visible), logits[r][v], Splat(-INFINITY));
           }
         }
-        float* of_row = state + int64_t{row + r} * 2 * kLanes;
+        float* of_row = state + int64_t{row - first_row + r} * 2 * kLanes;
         const Vec old_max = Load(of_row);
         Vec max = old_max;
 #pragma GCC unroll 16
@@ -214,7 +271,6 @@ inline void RunStats(const ScoreArgs& args, int kv_head, int run, float* scratch
       }
     }
   }
-  float* stats = args.Stats(kv_head, run);
   for (int r = 0; r < rows; ++r) {
     const Vec max = Load(state + int64_t{r} * 2 * kLanes), sum = Load(state + int64_t{r} * 2 * kLanes + kLanes);
     stats[2 * r] = MaxLane(max);
@@ -222,67 +278,84 @@ inline void RunStats(const ScoreArgs& args, int kv_head, int run, float* scratch
   }
 }
 
+typedef double DVec __attribute__((vector_size(kLanes * 8)));
+
+// What the rows give to each key of a tile. norms is [PaddedRows()][2] of the KV head, maximum and 1 / sum.
 template <class T, class Dot>
-inline void RunSum(const ScoreArgs& args, int kv_head, int run, float* scratch) {
+inline void TileSums(const QueryArgs& args, int kv_head, int first, const float* norms, float* scratch,
+                     DVec (&sums)[kTileVecs]) {
   auto* tile = reinterpret_cast<typename Dot::Unit*>(scratch);
-  const int rows = args.PaddedRows(), prefix = args.Prefix();
-  const int begin = run * kScoreRunTokens, end = int(MinI(begin + kScoreRunTokens, prefix));
-  const float* norms = args.Norms(kv_head);
-  float* scores = args.scores + int64_t{kv_head} * prefix;
-  typedef double DVec __attribute__((vector_size(kLanes * 8)));
+  FillTile<T, Dot>(args, kv_head, first, tile);
+  const int rows = args.PaddedRows();
+  const bool all_visible = first + kTileTokens <= args.Prefix();
   Dot dot;
   Vec logits[kRowsAtOnce][kTileVecs];
-  for (int first = begin; first < end; first += kTileTokens) {
-    FillTile<T, Dot>(args, kv_head, first, tile);
-    DVec sums[kTileVecs] = {};
-    for (int row = 0; row < rows; row += kRowsAtOnce) {
-      SetRows(args, kv_head, row, &dot);
-      Logits(args, dot, tile, logits);
+  for (int v = 0; v < kTileVecs; ++v) sums[v] = DVec{};
+  for (int row = args.FirstRow(first); row < rows; row += kRowsAtOnce) {
+    SetRows(args, kv_head, row, &dot);
+    Logits(args, dot, tile, logits);
+    const bool is_masked = !all_visible && args.Visible(row) < first + kTileTokens;
 #pragma GCC unroll 4
-      for (int v = 0; v < kTileVecs; ++v) {
-        Vec sum{};
+    for (int v = 0; v < kTileVecs; ++v) {
+      Vec sum{};
 #pragma GCC unroll 4
-        for (int r = 0; r < kRowsAtOnce; ++r) {
-          const float* norm = norms + 2 * (row + r);
-          sum = Fma(Exp(logits[r][v] - Splat(norm[0])), Splat(norm[1]), sum);
-        }
-        sums[v] += __builtin_convertvector(sum, DVec);
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        const float* norm = norms + 2 * (row + r);
+        const Vec with_row = Fma(Exp(logits[r][v] - Splat(norm[0])), Splat(norm[1]), sum);
+        sum = is_masked ? Select(IsBelow(v, args.Visible(row + r) - first), with_row, sum) : with_row;
       }
+      sums[v] += __builtin_convertvector(sum, DVec);
     }
+  }
+}
+
+template <class T, class Dot>
+inline void RunStats(const ScoreArgs& args, int kv_head, int run, float* scratch) {
+  const int begin = run * kScoreRunTokens, end = int(MinI(begin + kScoreRunTokens, args.NumScored()));
+  RowStats<T, Dot>(args, kv_head, 0, args.PaddedRows(), begin, end, scratch, args.Stats(kv_head, run));
+}
+
+template <class T, class Dot>
+inline void RunSum(const ScoreArgs& args, int kv_head, int run, float* scratch) {
+  const int prefix = args.Prefix();
+  const int begin = run * kScoreRunTokens, end = int(MinI(begin + kScoreRunTokens, prefix));
+  float* scores = args.scores + int64_t{kv_head} * prefix;
+  DVec sums[kTileVecs];
+  for (int first = begin; first < end; first += kTileTokens) {
+    TileSums<T, Dot>(args, kv_head, first, args.Norms(kv_head), scratch, sums);
     for (int i = 0; i < kTileTokens && first + i < end; ++i) scores[first + i] = float(sums[i / kLanes][i % kLanes]);
   }
 }
 
-// Entry points of the table.
-
+// Calls function<T, Dot>(args, ...).
+#if defined(__AVX512BF16__)
+#define ROCKETKV_BF16_DOT(function, args, ...)                       \
+  if ((args).model_type == Type::kBFloat16) {                        \
+    return function<BFloat16, PairDot>(args, __VA_ARGS__);           \
+  }
+#else
+#define ROCKETKV_BF16_DOT(function, args, ...)
+#endif
 #define ROCKETKV_BY_TYPE(function, args, ...)                                                             \
   switch ((args).cache.type) {                                                                            \
     case Type::kFloat32: return function<Float32, FloatDot>(args, __VA_ARGS__);                           \
-    case Type::kBFloat16: return function<BFloat16, FloatDot>(args, __VA_ARGS__);                         \
+    case Type::kBFloat16:                                                                                 \
+      ROCKETKV_BF16_DOT(function, args, __VA_ARGS__)                                                      \
+      return function<BFloat16, FloatDot>(args, __VA_ARGS__);                                             \
     case Type::kFloat16: return function<Float16, FloatDot>(args, __VA_ARGS__);                           \
     case Type::kFloat8E4M3: return function<Float8E4M3, FloatDot>(args, __VA_ARGS__);                     \
     case Type::kFloat8E5M2: return function<Float8E5M2, FloatDot>(args, __VA_ARGS__);                     \
   }
 
+// Entry points of the table.
+
 inline void ScoreStats(const ScoreArgs& args, int kv_head, int run, float* scratch) {
-#if defined(__AVX512BF16__)
-  if (args.cache.type == Type::kBFloat16 && args.model_type == Type::kBFloat16) {
-    return RunStats<BFloat16, PairDot>(args, kv_head, run, scratch);
-  }
-#endif
   ROCKETKV_BY_TYPE(RunStats, args, kv_head, run, scratch)
 }
 
 inline void ScoreSum(const ScoreArgs& args, int kv_head, int run, float* scratch) {
-#if defined(__AVX512BF16__)
-  if (args.cache.type == Type::kBFloat16 && args.model_type == Type::kBFloat16) {
-    return RunSum<BFloat16, PairDot>(args, kv_head, run, scratch);
-  }
-#endif
   ROCKETKV_BY_TYPE(RunSum, args, kv_head, run, scratch)
 }
-
-#undef ROCKETKV_BY_TYPE
 
 // ------------------------------------------------------------------------------------------------ the choice
 
@@ -308,8 +381,8 @@ inline void Keep(const ScoreArgs& args, int kv_head, float* scratch) {
   for (int i = 0; i < prefix; ++i) scratch[half + i] = scores[i] > 0.0f ? scores[i] : 0.0f;
   SlidingMax(scratch, prefix, size);
   for (int i = 0; i < args.sink_tokens && i < prefix; ++i) scratch[i] = INFINITY;
-  const int best = SelectTop(scratch, prefix, args.num_kept - args.window_size, kept);
-  for (int w = 0; w < args.window_size; ++w) kept[best + w] = prefix + w;
+  const int best = SelectTop(scratch, prefix, args.num_kept - args.num_queries, kept);
+  for (int w = 0; w < args.num_queries; ++w) kept[best + w] = prefix + w;
 }
 
 }  // namespace ROCKETKV_ISA

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.rocketkv_cpu.keep_tokens and compact: eviction by observation window, once per prompt and layer.
+// torch.ops.rocketkv_cpu.keep_tokens and compact: eviction by observation window, once per eviction and layer.
 //
 // Work is split by sizes alone, and partial results are merged in order: the number of threads changes no bit.
 #include <ATen/Parallel.h>
@@ -16,19 +16,6 @@
 
 namespace rocketkv {
 namespace {
-
-KeyOrder OrderOf(const NativeLayout& native, int block_size, int head_size) {
-  auto is_apart = [&](int distance) {
-    for (int t = 0; t < block_size; ++t) {
-      if (native.key_token[t] != native.key_token[t / 16 * 16] + t % 16 * distance) return false;
-    }
-    return true;
-  };
-  if (is_apart(1)) return KeyOrder::kContiguous;
-  bool has_pairs = is_apart(2);
-  for (int d = 0; d < head_size; d += 2) has_pairs &= native.key_dim[d + 1] == native.key_dim[d] + 1;
-  return has_pairs ? KeyOrder::kPairs : KeyOrder::kAny;
-}
 
 // The runs' maxima and sums of one KV head, merged into what its rows are normalised with.
 void MergeStats(const ScoreArgs& args, int kv_head) {
@@ -48,8 +35,8 @@ void MergeStats(const ScoreArgs& args, int kv_head) {
 
 at::Tensor KeepTokens(const at::Tensor& window_query, const at::Tensor& kv_cache, const at::Tensor& prompt_blocks,
                       int64_t num_prompt_tokens, int64_t num_kept, int64_t kv_type, double key_scale,
-                      double value_scale, int64_t kt_offset, int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset,
-                      const at::Tensor& native_layout, double scale, double softcap, bool softmax_over_all,
+                      double value_scale, int64_t kt_offset, int64_t kt_type, int64_t page_size, bool kt_is_mean,
+                      int64_t score_offset, const at::Tensor& native_layout, double scale, double softcap, bool softmax_over_all,
                       int64_t kernel_size, int64_t sink_tokens) {
   ScoreArgs args{};
   args.cache = MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size, kt_is_mean, score_offset);
@@ -75,14 +62,15 @@ at::Tensor KeepTokens(const at::Tensor& window_query, const at::Tensor& kv_cache
   TORCH_CHECK(num_kept >= window_size, "rocketkv_cpu: cannot keep a window of ", window_size, " tokens in a budget of ",
               num_kept);
   args.native = MakeNativeLayout(native_layout, args.cache);
-  args.key_order = OrderOf(args.native, args.cache.block_size, args.cache.head_size);
+  args.key_order = OrderOf(args.native, args.cache);
   const int64_t num_blocks = (num_prompt_tokens + args.cache.block_size - 1) / args.cache.block_size;
-  args.prompt_blocks = BlockIds(prompt_blocks, num_blocks, kv_cache.size(0), "prompt_blocks");
+  args.blocks = BlockIds(prompt_blocks, num_blocks, kv_cache.size(0), "prompt_blocks");
   args.num_tokens = int(num_prompt_tokens);
   args.num_kept = int(num_kept);
   args.model_type = ModelType(window_query, "window_query");
-  args.window_query = window_query.const_data_ptr();
-  args.window_size = int(window_size);
+  args.query = window_query.const_data_ptr();
+  args.query_stride = window_query.size(1) * window_query.size(2);
+  args.num_queries = int(window_size);
   args.num_heads = int(window_query.size(1));
   args.scale = float(scale);
   args.softcap = float(softcap);
@@ -116,9 +104,31 @@ at::Tensor KeepTokens(const at::Tensor& window_query, const at::Tensor& kv_cache
   return kept;
 }
 
+// Refuses what would read a slot of a private block after another token has come there.
+void CheckInPlace(const CompactArgs& args, int64_t num_prompt_blocks, int64_t num_private_blocks) {
+  TORCH_CHECK(num_private_blocks <= num_prompt_blocks &&
+                  std::equal(args.private_blocks, args.private_blocks + num_private_blocks, args.prompt_blocks),
+              "rocketkv_cpu: in place, private_blocks must be the first of prompt_blocks");
+  const int dim = args.cache.head_size;
+  bool is_private = true;
+  for (int t = 0; t < args.cache.block_size; ++t) {
+    is_private &= args.native.key_token[t] == 2 * dim * t && args.native.value_token[t] == 2 * dim * t + dim;
+  }
+  for (int d = 0; d < dim; ++d) is_private &= args.native.key_dim[d] == d && args.native.value_dim[d] == d;
+  TORCH_CHECK(is_private, "rocketkv_cpu: in place, native_layout must be that of private blocks");
+  for (int h = 0; h < args.cache.num_kv_heads; ++h) {
+    const int32_t* kept = args.kept + int64_t{h} * args.num_kept;
+    for (int i = 1; i < args.num_kept; ++i) {
+      TORCH_CHECK(kept[i] > kept[i - 1], "rocketkv_cpu: in place, kept must be ascending, but head ", h, " has ",
+                  kept[i - 1], " before ", kept[i]);
+    }
+  }
+}
+
 void CompactTokens(const at::Tensor& kv_cache, const at::Tensor& prompt_blocks, const at::Tensor& private_blocks,
                    const at::Tensor& kept, int64_t kv_type, double key_scale, double value_scale, int64_t kt_offset,
-                   int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset, const at::Tensor& native_layout) {
+                   int64_t kt_type, int64_t page_size, bool kt_is_mean, int64_t score_offset,
+                   const at::Tensor& native_layout, bool in_place) {
   CompactArgs args{};
   args.cache = MakeCache(kv_cache, kv_type, key_scale, value_scale, kt_offset, kt_type, page_size, kt_is_mean, score_offset);
   args.native = MakeNativeLayout(native_layout, args.cache);
@@ -134,13 +144,19 @@ void CompactTokens(const at::Tensor& kv_cache, const at::Tensor& prompt_blocks, 
   const int64_t num_tokens = prompt_blocks.numel() * args.cache.block_size;
   TORCH_CHECK(std::all_of(args.kept, args.kept + kept.numel(), [=](int32_t t) { return t >= 0 && t < num_tokens; }),
               "rocketkv_cpu: kept names a token that prompt_blocks do not hold");
+  if (in_place) CheckInPlace(args, prompt_blocks.numel(), blocks);
   const Kernels& table = kernels();
+  // In place, a block's tokens must have gone where they belong before others come: its blocks are one unit of work.
+  const int at_once = in_place ? std::max(blocks, 1) : 1, units = heads * blocks / at_once;
 #pragma omp parallel for schedule(dynamic) num_threads(at::get_num_threads())
-  for (int i = 0; i < heads * blocks; ++i) table.compact(args, i / blocks, i % blocks);
+  for (int i = 0; i < units; ++i) {
+    for (int j = i * at_once; j < (i + 1) * at_once; ++j) table.compact(args, j / blocks, j % blocks);
+  }
 }
 
-#define ROCKETKV_CACHE_SCHEMA \
-  "int kv_type, float key_scale, float value_scale, int kt_offset, int kt_type, int page_size, bool kt_is_mean, int score_offset, Tensor native_layout"
+#define ROCKETKV_CACHE_SCHEMA                                                                                  \
+  "int kv_type, float key_scale, float value_scale, int kt_offset, int kt_type, int page_size, bool kt_is_mean, " \
+  "int score_offset, Tensor native_layout"
 
 TORCH_LIBRARY_FRAGMENT(rocketkv_cpu, m) {
   m.def(
@@ -149,7 +165,7 @@ TORCH_LIBRARY_FRAGMENT(rocketkv_cpu, m) {
       ", float scale, float softcap, bool softmax_over_all, int kernel_size, int sink_tokens) -> Tensor");
   m.def(
       "compact(Tensor(a!) kv_cache, Tensor prompt_blocks, Tensor private_blocks, Tensor kept, "
-      ROCKETKV_CACHE_SCHEMA ") -> ()");
+      ROCKETKV_CACHE_SCHEMA ", bool in_place=False) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(rocketkv_cpu, CPU, m) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common.h"
+#include "stage1.h"
 
 namespace rocketkv {
 
@@ -111,6 +112,23 @@ inline NativeLayout MakeNativeLayout(const at::Tensor& offsets, const Cache& cac
                 "rocketkv_cpu: native_layout leaves the block");
   }
   return NativeLayout{p, p + cache.block_size, p + half, p + half + cache.block_size};
+}
+
+// How the blocks' keys lie, as the scoring kernels tell apart.
+inline KeyOrder OrderOf(const NativeLayout& native, const Cache& cache) {
+  auto is_apart = [&](int distance) {
+    for (int t = 0; t < cache.block_size; ++t) {
+      if (native.key_token[t] != native.key_token[t / 16 * 16] + t % 16 * distance) return false;
+    }
+    return true;
+  };
+  if (is_apart(1)) return KeyOrder::kContiguous;
+  bool has_pairs = is_apart(2), has_rows = true;
+  for (int d = 0; d < cache.head_size; ++d) {
+    has_pairs &= native.key_dim[d] == native.key_dim[d / 2 * 2] + d % 2;
+    has_rows &= native.key_dim[d] == native.key_dim[0] + d;
+  }
+  return has_pairs ? KeyOrder::kPairs : has_rows ? KeyOrder::kRows : KeyOrder::kAny;
 }
 
 }  // namespace rocketkv

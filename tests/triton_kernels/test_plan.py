@@ -12,25 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from tests.test_plan import (
-    CONFIGS,
-    HEAD_SIZE,
-    MAX_LEN,
-    WINDOW,
-    B,
-    DenseBuilder,
-    Expected,
-    Request,
-    a_request,
-    expect,
-    make_common,
-)
+from tests.plan_oracle import HEAD_SIZE, MAX_LEN, WINDOW, B, Expected, Request, expect
+from tests.test_plan import CONFIGS, DenseBuilder, a_request, make_common
 from vllm_rocketkv.backend.gpu_metadata import RocketKVGPUMetadataBuilder
 from vllm_rocketkv.backend.metadata import RocketKVMetadata
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.kernels.triton.plan import compile_cases
 
-SPARSE = {name: config for name, config in CONFIGS.items() if config.policy != "full"}
+SPARSE = {
+    name: config
+    for name, config in CONFIGS.items()
+    if config.policy != "full" and config.decode_budget_for_step is None  # which is refused on GPUs
+}
 QUERY_LEN = 3
 
 
@@ -73,10 +66,10 @@ def check(
     assert actual.natural_slots is not None
     assert actual.natural_slots.tolist() == wanted.slots
     real = [] if actual.rows is None else [row for row in actual.rows.table.tolist() if row[3]]
-    assert real == wanted.rows
+    assert real == [row[:6] for row in wanted.rows]
     assert len(actual.window_parts) == len(wanted.window_parts)
     for part, (tokens, places, private) in zip(actual.window_parts, wanted.window_parts, strict=True):
-        assert (part.tokens.tolist(), part.index.tolist(), part.private_blocks.tolist()) == (tokens, places, private)
+        assert (part.tokens.tolist(), part.index.tolist(), part.parking_blocks.tolist()) == (tokens, places, private)
     crossings = [
         (c.prompt_blocks.tolist(), c.private_blocks.tolist(), c.window_tokens.tolist(), c.parked.tolist())
         for c in actual.crossings

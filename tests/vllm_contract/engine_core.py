@@ -90,6 +90,32 @@ ENGINE_CORE: list[Entry] = [
         "manager.remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)",
         by="RocketKVManager.remove_skipped_blocks",
     ),
+    Overrides(
+        f"{MANAGER}.allocate_external_computed_blocks",
+        "(self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=True)",
+        by="RocketKVManager.allocate_external_computed_blocks",
+    ),
+    # --- pinned blocks
+    Exists("v1.core.block_pool:BlockPool", by="PinnedBlocks.__init__"),
+    Exists("v1.core.kv_cache_utils:BlockHashWithGroupId", by="PinnedBlocks.__init__"),
+    Has("v1.core.block_pool:BlockPool", ("blocks", "free_block_queue"), by="PinnedBlocks.protect"),
+    Says(
+        "v1.core.block_pool:BlockPool.__init__",
+        "self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)",
+        by="PinnedBlocks.protect: blocks are found by their id, and handed out from the head of this queue",
+    ),
+    Has(
+        "v1.core.kv_cache_utils:FreeKVCacheBlockQueue",
+        ("fake_free_list_head", "num_free_blocks"),
+        by="PinnedBlocks.protect",
+    ),
+    Calls("v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove", "(block)", by="PinnedBlocks.protect"),
+    Calls("v1.core.kv_cache_utils:FreeKVCacheBlockQueue.append", "(block)", by="PinnedBlocks.protect"),
+    Has(
+        "v1.core.kv_cache_utils:KVCacheBlock",
+        ("block_hash", "block_id", "next_free_block", "ref_cnt"),
+        by="PinnedBlocks.protect",
+    ),
     # --- the KV cache spec
     Calls("utils.math_utils:round_up", "(x, y)", by="RocketKVSpec.kt_offset_bytes"),
     Exists(f"{SPECS}:KVCacheSpec", by="RocketKVSpec.merge"),
@@ -158,6 +184,8 @@ ENGINE_CORE: list[Entry] = [
         "(block_hashes, max_cache_hit_length)",
         by="keep_window_out_of_prefix_hits",
     ),
+    Has("v1.request:Request", ("sampling_params",), by="keep_window_out_of_prefix_hits"),
+    Has("sampling_params:SamplingParams", ("extra_args",), by="keep_window_out_of_prefix_hits"),
     Has(KV_CACHE_MANAGER, ("coordinator",), by="keep_window_out_of_prefix_hits"),
     Has(COORDINATOR, ("single_type_managers",), by="keep_window_out_of_prefix_hits"),
     Says(

@@ -62,7 +62,7 @@ def _dense_backend(prefix: str) -> list[Entry]:
         Says(
             f"{builder}.build",
             "self.rswa_window is not None and",
-            by="give_prompt_lens_to_builders_v2: no R-SWA model, no look at rswa_prefix_lens, which we keep on the host",
+            by="give_requests_to_builders_v2: no R-SWA model, no look at rswa_prefix_lens, which we keep on the host",
         ),
         Calls(
             f"{builder}.build_for_cudagraph_capture",

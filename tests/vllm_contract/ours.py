@@ -69,12 +69,13 @@ def imports(path: Path) -> dict[str, str]:
 
 
 def wrapped_methods() -> set[str]:
-    """Names given to ``compat._wrap``."""
+    """Names given to ``compat.wrapping.wrap``."""
     names = set()
-    for node in ast.walk(tree(ROOT / "compat.py")):
-        match node:
-            case ast.Call(func=ast.Name(id="_wrap"), args=[_, ast.Constant(value=str(name)), *_]):
-                names.add(name)
+    for path in (ROOT / "compat").glob("*.py"):
+        for node in ast.walk(tree(path)):
+            match node:
+                case ast.Call(func=ast.Name(id="wrap"), args=[_, ast.Constant(value=str(name)), *_]):
+                    names.add(name)
     return names
 
 
@@ -121,11 +122,14 @@ _NAMES: dict[str, dict[str, str]] = {
         "layer": "v1.attention.backend:AttentionLayer",
         "limits": "config:SchedulerConfig",
     },
-    "compat.py": {
+    "compat/": {
         "attention": "config:AttentionConfig",
         "attn_selector_config": "v1.attention.selector:AttentionSelectorConfig",
         "coordinator": "v1.core.kv_cache_coordinator:KVCacheCoordinator",
+        "new_request": "v1.core.sched.output:NewRequestData",
+        "params": "sampling_params:SamplingParams",
         "request": "v1.request:Request",
+        "scheduler_output": "v1.core.sched.output:SchedulerOutput",
         "scheduler_stats": "v1.metrics.stats:SchedulerStats",
         "stats": "v1.metrics.stats:SchedulerStats",
         "state": "v1.worker.gpu.model_runner:BatchReqState",
@@ -137,7 +141,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "speculative": "config:SpeculativeConfig",
     },
 }
-"""Names that our files give to objects of vLLM's: ``""`` for all of them."""
+"""Names that our files give to objects of vLLM's: ``""`` for all of them, ``folder/`` for those in a folder."""
 
 _UNDECLARED = {"_asdict", "_replace", "isa", "__members__"}
 """Methods of named tuples and enums, and what vLLM sets on an object whose class does not declare it."""
@@ -145,7 +149,7 @@ _UNDECLARED = {"_asdict", "_replace", "isa", "__members__"}
 
 def attributes(path: Path) -> Iterator[tuple[str, str]]:
     """Class and name of each attribute that a file reads of an object of vLLM's."""
-    known = _NAMES[""] | _NAMES.get(str(path.relative_to(ROOT)), {})
+    known = _NAMES[""] | _NAMES.get(f"{path.parent.name}/", {}) | _NAMES.get(str(path.relative_to(ROOT)), {})
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute) and node.attr not in _UNDECLARED:
             receiver = getattr(node.value, "id", getattr(node.value, "attr", ""))

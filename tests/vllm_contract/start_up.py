@@ -92,6 +92,53 @@ START_UP: list[Entry] = [
         "resumable=True",
         by="refuse_streaming_input: resumable must be passed as a keyword",
     ),
+    # check_request_options
+    Wraps(
+        "v1.engine.input_processor:InputProcessor._validate_params",
+        "(self, params, supported_tasks)",
+        by="check_request_options",
+    ),
+    Says(
+        "v1.engine.input_processor:InputProcessor.process_inputs",
+        "self._validate_params(params, supported_tasks)",
+        by="check_request_options: every request is checked before it is sent to the engine core",
+    ),
+    Has("v1.engine.input_processor:InputProcessor", ("vllm_config",), by="check_request_options"),
+    Has("sampling_params:SamplingParams", ("extra_args",), by="check_request_options"),
+    Says("sampling_params:SamplingParams.extra_args", "dict[str, Any] | None", by="check_request_options"),
+    *(
+        Says(
+            f"entrypoints.openai.{module}:{request}.to_sampling_params",
+            "self.vllm_xargs if self.vllm_xargs else {}",
+            by="check_request_options: what an HTTP body's vllm_xargs become",
+        )
+        for module, request in (
+            ("completion.protocol", "CompletionRequest"),
+            ("chat_completion.protocol", "ChatCompletionRequest"),
+        )
+    ),
+    # check_request_options_before_a_stream
+    Wraps(
+        "v1.engine.async_llm:AsyncLLM.generate",
+        "(self, prompt, sampling_params, request_id, ...)",
+        by="check_request_options_before_a_stream",
+    ),
+    Has("v1.engine.async_llm:AsyncLLM", ("vllm_config",), by="check_request_options_before_a_stream"),
+    *(
+        Says(
+            f"entrypoints.openai.{module}",
+            "self.engine_client.generate(engine_input, sampling_params, ",
+            by="check_request_options_before_a_stream: the call is made before the reply begins",
+        )
+        for module in (
+            "completion.serving:OpenAIServingCompletion._create_completion",
+            "chat_completion.serving:OpenAIServingChat._create_chat_completion",
+        )
+    ),
+    Calls("config:ModelConfig.get_num_attention_heads", "(parallel_config)", by="_engine_of"),
+    Calls("config:ModelConfig.get_num_kv_heads", "(parallel_config)", by="_engine_of"),
+    Has("config:ModelConfig", ("dtype", "max_model_len"), by="_engine_of"),
+    Has("config:VllmConfig", ("model_config", "parallel_config", "speculative_config"), by="_engine_of"),
     # --- options, refusals and what is logged
     Calls("logger:init_logger", "(name)", by="logger"),
     Says("logger:_VllmLogger", "def info_once(", by="_log_effective"),
@@ -114,6 +161,7 @@ START_UP: list[Entry] = [
         (
             "block_size",
             "cache_dtype",
+            "enable_prefix_caching",
             "kv_cache_dtype_skip_layers",
             "kv_offloading_size",
             "kv_sharing_fast_prefill",

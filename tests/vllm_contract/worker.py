@@ -10,6 +10,7 @@ CPU = "v1.attention.backends.cpu_attn"
 RUNNER_V1 = "v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER_V2 = "v1.worker.gpu.model_runner:GPUModelRunner"
 BATCH_V1 = "v1.worker.gpu_input_batch:InputBatch"
+SCHEDULED = "v1.core.sched.output"
 FORWARD = (
     "(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None)"
 )
@@ -156,37 +157,57 @@ WORKER: list[Entry] = [
         by="_probe",
     ),
     # --- hooks
-    # give_prompt_lens_to_builders_v1
-    Wraps(f"{RUNNER_V1}._build_attention_metadata", "(self, ...)", by="give_prompt_lens_to_builders_v1"),
-    Has(RUNNER_V1, ("input_batch",), by="give_prompt_lens_to_builders_v1"),
-    Has(BATCH_V1, ("num_prompt_tokens_cpu_tensor", "num_reqs"), by="give_prompt_lens_to_builders_v1"),
-    Takes(f"{BATCH_V1}.num_reqs", "@property (self)", by="give_prompt_lens_to_builders_v1"),
-    # give_prompt_lens_to_builders_v2
-    Wraps(f"{RUNNER_V2}.prepare_inputs", "(self, ...)", by="give_prompt_lens_to_builders_v2"),
+    # keep_request_options
+    Wraps(f"{RUNNER_V1}._update_states", "(self, scheduler_output)", by="keep_request_options"),
+    Wraps(f"{RUNNER_V2}.add_requests", "(self, scheduler_output)", by="keep_request_options"),
+    Says(
+        f"{RUNNER_V1}.execute_model",
+        "self._update_states(scheduler_output)",
+        by="keep_request_options: every step comes there, before its attention metadata is built",
+    ),
+    Says(
+        f"{RUNNER_V2}.execute_model",
+        "self.add_requests(scheduler_output)",
+        by="keep_request_options: every step comes there, before its attention metadata is built",
+    ),
+    Exists(f"{SCHEDULED}:SchedulerOutput", by="keep_request_options"),
+    Has(f"{SCHEDULED}:SchedulerOutput", ("finished_req_ids", "scheduled_new_reqs"), by="_note_options"),
+    Has(f"{SCHEDULED}:NewRequestData", ("req_id", "sampling_params"), by="_note_options"),
+    Has("sampling_params:SamplingParams", ("extra_args",), by="_note_options"),
+    Has(RUNNER_V1, ("vllm_config",), by="_note_options"),
+    Has(RUNNER_V2, ("vllm_config",), by="_note_options"),
+    # give_requests_to_builders_v1
+    Wraps(f"{RUNNER_V1}._build_attention_metadata", "(self, ...)", by="give_requests_to_builders_v1"),
+    Has(RUNNER_V1, ("input_batch",), by="give_requests_to_builders_v1"),
+    Has(BATCH_V1, ("num_prompt_tokens_cpu_tensor", "num_reqs", "req_ids"), by="give_requests_to_builders_v1"),
+    Takes(f"{BATCH_V1}.req_ids", "@property (self)", by="give_requests_to_builders_v1"),
+    Takes(f"{BATCH_V1}.num_reqs", "@property (self)", by="give_requests_to_builders_v1"),
+    # give_requests_to_builders_v2
+    Wraps(f"{RUNNER_V2}.prepare_inputs", "(self, ...)", by="give_requests_to_builders_v2"),
     Says(
         RUNNER_V2,
         "self.prepare_inputs(scheduler_output, batch_req_state, batch_desc, num_active_loras)",
-        by="give_prompt_lens_to_builders_v2: every batch that is not a dummy comes from there",
+        by="give_requests_to_builders_v2: every batch that is not a dummy comes from there",
     ),
-    Has(RUNNER_V2, ("req_states",), by="give_prompt_lens_to_builders_v2"),
-    Says("v1.worker.gpu.states:RequestState.prompt_len", "UvaBackedTensor(", by="give_prompt_lens_to_builders_v2"),
-    Has("v1.worker.gpu.buffer_utils:UvaBackedTensor", ("np",), by="give_prompt_lens_to_builders_v2"),
+    Has(RUNNER_V2, ("req_states",), by="give_requests_to_builders_v2"),
+    Says("v1.worker.gpu.states:RequestState.prompt_len", "UvaBackedTensor(", by="give_requests_to_builders_v2"),
+    Has("v1.worker.gpu.buffer_utils:UvaBackedTensor", ("np",), by="give_requests_to_builders_v2"),
     Has(
         "v1.worker.gpu.input_batch:InputBatch",
-        ("idx_mapping_np", "prompt_lens"),
-        by="give_prompt_lens_to_builders_v2",
+        ("idx_mapping_np", "prompt_lens", "req_ids"),
+        by="give_requests_to_builders_v2",
     ),
     Says(
         "v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
         "rswa_prefix_lens=input_batch.prompt_lens",
-        by="give_prompt_lens_to_builders_v2: the way from the batch to the builder",
+        by="give_requests_to_builders_v2: the way from the batch to the builder",
     ),
     Says(
         "v1.worker.gpu.attn_utils:build_attn_metadata",
         "rswa_prefix_lens=rswa_prefix_lens",
-        by="give_prompt_lens_to_builders_v2: the way from the batch to the builder",
+        by="give_requests_to_builders_v2: the way from the batch to the builder",
     ),
-    # prompt_lens
+    # prompt_lens, request_configs
     Exists(f"{BACKEND}:CommonAttentionMetadata", by="prompt_lens"),
     Has(f"{BACKEND}:CommonAttentionMetadata", ("num_reqs", "rswa_prefix_lens"), by="prompt_lens"),
     # take_back_discarded_samples_on_cpu

@@ -15,14 +15,18 @@ from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.support import config_of
 
 _config: RocketKVConfig | None = None
+_query_bytes_per_dim = 0
+"""Bytes of one dimension of a token's queries, of all heads of this worker."""
 
 
 def current_config() -> RocketKVConfig:
     """The options of the engine being built or running in this process, noted when an attention layer is built."""
-    global _config
+    global _config, _query_bytes_per_dim
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is not None:
         _config = config_of(vllm_config)
+        model = vllm_config.model_config
+        _query_bytes_per_dim = model.get_num_attention_heads(vllm_config.parallel_config) * model.dtype.itemsize
     if _config is None:
         raise RuntimeError("rocketkv: the KV cache format was asked for before any attention layer was built")
     return _config
@@ -55,7 +59,8 @@ class RocketKVBackendBase:
         """Full-attention layers get the KT table behind their pages and this package's block manager."""
         if type(spec) is not FullAttentionSpec or spec.non_causal:
             return spec
-        return rocketkv_spec(spec, current_config())
+        config = current_config()
+        return rocketkv_spec(spec, config, query_bytes=_query_bytes_per_dim * spec.head_size)
 
 
 compat.activate_worker_hooks()

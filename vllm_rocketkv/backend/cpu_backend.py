@@ -13,8 +13,8 @@ from vllm_rocketkv.backend.base import RocketKVBackendBase
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
 
+    from vllm_rocketkv.backend.cpu_metadata import RocketKVMetadataBuilder
     from vllm_rocketkv.backend.impl import RocketKVImpl
-    from vllm_rocketkv.backend.metadata import RocketKVMetadataBuilder
 
 
 class RocketKVCPUBackend(RocketKVBackendBase, CPUAttentionBackend):
@@ -35,6 +35,6 @@ class RocketKVCPUBackend(RocketKVBackendBase, CPUAttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[RocketKVMetadataBuilder]:
-        from vllm_rocketkv.backend.metadata import RocketKVMetadataBuilder
+        from vllm_rocketkv.backend.cpu_metadata import RocketKVMetadataBuilder
 
         return RocketKVMetadataBuilder

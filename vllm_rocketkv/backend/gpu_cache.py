@@ -59,21 +59,22 @@ class GPUPagedCache(ParkedQueries):
     def keep_tokens(
         self,
         window_query: torch.Tensor,
-        prompt_blocks: torch.Tensor,
-        num_prompt_tokens: int,
+        blocks: torch.Tensor,
+        num_tokens: int,
         num_kept: int,
         scale: float,
         softcap: float,
         softmax_over_all: bool,
         kernel_size: int,
         sink_tokens: int,
+        is_private: bool = False,
     ) -> torch.Tensor:
         """See ``PagedCache.keep_tokens``."""
         return keep_tokens(
             window_query,
             self.view,
-            prompt_blocks.to(torch.int32),
-            num_prompt_tokens,
+            blocks.to(torch.int32),
+            num_tokens,
             num_kept,
             scale,
             softcap,

@@ -53,14 +53,13 @@ class RocketKVGPUImpl(RocketKVImplBase):
         kv_dtype = FP8_DTYPES[self.kv_cache_dtype] if is_fp8 else kv_cache.dtype
         scales = (layer._k_scale_float, layer._v_scale_float) if is_fp8 else (1.0, 1.0)
         paged = GPUPagedCache(kv_cache, kv_dtype, spec, query_dtype, self.num_heads, scales, self.workspaces)
-        if self.eviction is not None:
+        if self.config.evicts:
             self._compile_stage_1(paged, query_dtype, kv_cache.device)
         return paged
 
     def _compile_stage_1(self, paged: GPUPagedCache, query_dtype: torch.dtype, device: torch.device) -> None:
         """Run stage 1 once on the null block, whose contents mean nothing: vLLM's warm-up has no prompts beyond the budget, and
         compiling in the first such request would hold up all others. Later layers find it compiled."""
-        assert self.eviction is not None
         config, block_size = self.config, paged.view.block_size
         shape = (config.window_size, self.num_heads, self.head_size)
         kind = (shape, query_dtype, paged.view.kv_kind, paged.view.kt_kind, device)
@@ -71,7 +70,9 @@ class RocketKVGPUImpl(RocketKVImplBase):
         for num_tokens in (CHUNK // 2, 2 * CHUNK):  # top-k takes one launch or several
             num_kept = config.window_size + block_size
             null = torch.zeros(num_tokens // block_size + 1, dtype=torch.int32, device=device)
-            kept = self.eviction.keep(query, paged, null, num_tokens, num_kept, self.scale, self.logits_soft_cap or 0.0)  # type: ignore[arg-type]
+            kept = self._policy(config).keep(  # type: ignore[arg-type]
+                query, paged, null, num_tokens, num_kept, self.scale, self.logits_soft_cap or 0.0
+            )
             paged.compact(null, null, kept)
 
 

@@ -29,7 +29,8 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_rocketkv import compat
-from vllm_rocketkv.backend.metadata import PromptTable, RocketKVMetadata, Rows, TouchedPages, add_window
+from vllm_rocketkv.backend.metadata import RocketKVMetadata, Rows, TouchedPages, add_window
+from vllm_rocketkv.backend.prompt_table import PromptTable
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.kernels.triton.plan import find_touched_pages, finish_rows
 
@@ -53,7 +54,11 @@ class Step:
         ends: Array = upper_bound[: len(self.prompt_lens)].numpy().astype(np.int64)
         self.first_positions = ends - self.query_lens
         plan = prompts.rows(self.prompt_lens)
-        self.is_sparse, self.dropped_blocks, self.topr = plan[:, 0] != 0, plan[:, 1], plan[:, 2]
+        self.is_sparse, self.dropped_blocks, self.topr = (
+            plan["is_sparse"] != 0,
+            plan["num_dropped_blocks"],
+            plan["topr"],
+        )
         before_prompt_end = np.clip(self.prompt_lens - self.first_positions, 0, self.query_lens)
         self.num_natural: Array = np.where(self.is_sparse, before_prompt_end, self.query_lens)
         """Leading tokens of the request that vLLM's dense attention serves; the others are rows."""
@@ -168,7 +173,7 @@ class RocketKVGPUMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
             return RocketKVMetadata(self.spec, common.slot_mapping, build_dense(common))
         assert self.config is not None
         step = Step(common, self.prompts, self.config.evicts)
-        windows = step.window_requests(self.config.window_size) if self.config.evicts else []
+        windows = step.window_requests(self.config.eviction_window) if self.config.evicts else []
         is_uniform = is_capture or (
             common.max_query_len <= self.uniform_query_len
             and not windows
@@ -184,7 +189,7 @@ class RocketKVGPUMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
             start = int(step.first_positions[index])
             end = start + int(step.query_lens[index])
             row = common.block_table_tensor[index]
-            add_window(metadata, layout, self.config.window_size, row, int(step.starts[index]), start, end)
+            add_window(metadata, self.config, layout, row, int(step.starts[index]), start, end)
         if len(self.touched):  # of short prompts as well, whose blocks a longer one may find in the prefix cache
             metadata.touched_pages = self._touched(common, step)
         return metadata

@@ -4,7 +4,8 @@
 Order (I11): every K and V of the batch is written, then prompts that became complete are compacted into their private blocks,
 then attention reads. Compaction may come before the dense reads, since it writes to private blocks alone; it must, since a
 resumed request may read its private blocks in the very step that fills them. K and V of private tokens are written by the
-decode op, which alone reads them.
+decode op, which alone reads them. Decoded tokens are evicted after the last row that reads them; a resumed request may go on
+to read what is left in the same step, hence phases.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from vllm_rocketkv.backend.base import current_config
-from vllm_rocketkv.backend.metadata import Crossing, RocketKVMetadata
+from vllm_rocketkv.backend.metadata import Crossing, RocketKVMetadata, Rows, ScoreParts
 from vllm_rocketkv.backend.paged_cache import PagedCache
 from vllm_rocketkv.cache.spec import RocketKVSpec
-from vllm_rocketkv.eviction import EVICTION_POLICIES
+from vllm_rocketkv.config import RocketKVConfig
+from vllm_rocketkv.eviction import EVICTION_POLICIES, EvictionPolicy
 from vllm_rocketkv.selection import SELECTION_POLICIES
 
 
@@ -37,8 +39,12 @@ class RocketKVImplBase(ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.config = current_config()
-        eviction = EVICTION_POLICIES[self.config.eviction]
-        self.eviction = eviction(self.config) if eviction else None
+        if self.kv_sharing_target_layer_name is not None and self.config.decode_budget_for_step is not None:
+            raise ValueError(
+                "rocketkv: option 'decode_budget' does not go with layers that share another layer's KV cache, choose a policy "
+                "that evicts no decoded tokens"
+            )
+        self._policies: dict[RocketKVConfig, EvictionPolicy] = {}
         selection = SELECTION_POLICIES[self.config.selection]
         self.decode_options = selection(self.config).decode_options(self.scale, self.logits_soft_cap or 0.0)
 
@@ -69,19 +75,30 @@ class RocketKVImplBase(ABC):
         if metadata.dense is not None:
             self._dense(layer, query, key, value, kv_cache, metadata.dense, metadata.dense_tokens, output)
         if metadata.rows is not None:
-            is_private = self.config.evicts
-            writes = is_private and self.kv_sharing_target_layer_name is None
             paged = self._paged(layer, kv_cache, query, metadata)
-            paged.decode(
-                query,
-                key if writes else None,
-                value if writes else None,
-                output,
-                metadata.rows,
-                is_private,
-                self.decode_options,
-            )
+            self._decode(paged, query, key, value, output, metadata.rows)
+            for phase, rows in enumerate(metadata.later_rows, start=1):
+                self._evict_decoded(paged, query, metadata, phase - 1)
+                self._decode(paged, query, key, value, output, rows)
+            if metadata.decode_evictions:
+                self._evict_decoded(paged, query, metadata, len(metadata.later_rows))
         return output
+
+    def _decode(
+        self,
+        paged: PagedCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        rows: Rows,
+    ) -> None:
+        is_private = self.config.evicts
+        writes = is_private and self.kv_sharing_target_layer_name is None
+        keys, values = (key, value) if writes else (None, None)
+        paged.decode(query, keys, values, output, rows, is_private, self.decode_options)
+        if self.config.accumulates and writes:
+            self._accumulate(paged, query, rows.as_score_parts(), is_private)
 
     def _paged(self, layer: Any, kv_cache: torch.Tensor, query: torch.Tensor, metadata: RocketKVMetadata) -> PagedCache:
         """This layer's cache, wrapped once. The wrapper is kept by the tensor and goes with it: vLLM profiles with a cache that
@@ -107,11 +124,18 @@ class RocketKVImplBase(ABC):
         if metadata.natural_slots is not None:
             self.do_kv_cache_update(layer, key, value, kv_cache, metadata.natural_slots)
         for part in metadata.window_parts:
-            self._paged(layer, kv_cache, query, metadata).park(part.private_blocks, part.index, query[part.tokens])
+            self._paged(layer, kv_cache, query, metadata).park(part.parking_blocks, part.index, query[part.tokens])
+        if metadata.natural_queries is not None:
+            paged = self._paged(layer, kv_cache, query, metadata)
+            self._accumulate(paged, query, metadata.natural_queries, is_private=False)
         for crossing, window in zip(metadata.crossings, windows, strict=True):
             self._evict(self._paged(layer, kv_cache, query, metadata), crossing, window)
         if metadata.touched_pages is not None:
             self._paged(layer, kv_cache, query, metadata).summarise(metadata.touched_pages)
+
+    def _accumulate(self, paged: PagedCache, query: torch.Tensor, parts: ScoreParts, is_private: bool) -> None:
+        softcap = self.decode_options.softcap
+        paged.accumulate_scores(query, parts.table, parts.block_table, is_private, self.scale, softcap)
 
     def _dense(
         self,
@@ -147,20 +171,49 @@ class RocketKVImplBase(ABC):
         parked = self._paged(layer, kv_cache, query, metadata).unpark(crossing.private_blocks, crossing.parked)
         return torch.cat([parked, newest])
 
+    def _policy(self, config: RocketKVConfig) -> EvictionPolicy:
+        """What decides for a request under ``config``, the server's or its own."""
+        policy = self._policies.get(config)
+        if policy is None:
+            kind = EVICTION_POLICIES[config.eviction]
+            assert kind is not None
+            policy = self._policies[config] = kind(config)
+        return policy
+
     def _evict(self, paged: PagedCache, crossing: Crossing, window: torch.Tensor) -> None:
         """Stage 1: copy the K and V of the tokens that each KV head keeps into the private blocks."""
-        assert self.eviction is not None
         layout = crossing.layout
-        kept = self.eviction.keep(
+        kept = self._policy(crossing.config).keep(
             window,
             paged,
             crossing.prompt_blocks,
             layout.num_prompt_tokens,
             layout.num_kept_tokens,
             self.scale,
-            self.logits_soft_cap,
+            self.decode_options.softcap,
         )
         paged.compact(crossing.prompt_blocks, crossing.private_blocks, kept)
+
+    def _evict_decoded(self, paged: PagedCache, query: torch.Tensor, metadata: RocketKVMetadata, phase: int) -> None:
+        """Stage 1 again, on private blocks and in place, for requests that have outgrown ``decode_budget``."""
+        if self.kv_sharing_target_layer_name is not None:
+            return
+        for eviction in metadata.decode_evictions:
+            if eviction.phase == phase:
+                window = query[eviction.window_tokens]
+                if len(eviction.parked):
+                    window = torch.cat([paged.unpark(eviction.parking_blocks, eviction.parked), window])
+                kept = self._policy(eviction.config).keep(
+                    window,
+                    paged,
+                    eviction.blocks,
+                    eviction.num_tokens,
+                    eviction.num_kept,
+                    self.scale,
+                    self.decode_options.softcap,
+                    is_private=True,
+                )
+                paged.compact(eviction.blocks, eviction.blocks, kept, is_private=True)
 
 
 class RocketKVImpl(RocketKVImplBase, CPUAttentionBackendImpl):  # type: ignore[misc]

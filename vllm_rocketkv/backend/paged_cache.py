@@ -35,6 +35,12 @@ class BlockLayout:
         return torch.cat([self.key_token, self.key_dim, self.value_token, self.value_dim]).to(torch.int32)
 
 
+def private_layout(block_size: int, head_size: int) -> torch.Tensor:
+    """The layout of private blocks, ``[block_size][2 (K, V)][head_size]``, packed as the ops take it."""
+    token, dim = 2 * head_size * torch.arange(block_size), torch.arange(head_size)
+    return BlockLayout(token, dim, token + head_size, dim).packed()
+
+
 @cache
 def probe_block_layout(
     isa: str, dtype: torch.dtype, block_size: int, head_size: int, kv_cache_dtype: str = "auto"
@@ -84,7 +90,7 @@ def _probe(isa: str, dtype: torch.dtype, index: torch.Tensor, kv_cache_dtype: st
 class PagedCache(ParkedQueries):
     """One layer's cache ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, of which each block is one page.
 
-    Prompt blocks are laid out as vLLM's kernels do it (*native*), private ones as ``csrc/cpu/common.h`` says.
+    Prompt blocks are laid out as vLLM's kernels do it (*native*), private ones as ``private_layout`` says.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class PagedCache(ParkedQueries):
         self.num_blocks, self.num_kv_heads, self.block_size, _ = kv_cache.shape
         layout = probe_block_layout(isa, query_dtype, self.block_size, self.head_size, kv_cache_dtype)
         self.native_layout = layout.packed()
+        self.private_layout = private_layout(self.block_size, self.head_size)
         kv_type = TYPES[KV_CACHE_DTYPES.get(kv_cache_dtype, kv_cache.dtype)]
         kt_type = TYPES[KT_DTYPES[spec.config.resolved_kt_dtype]]
         page_size = spec.config.page_size if spec.config.selects else 0
@@ -110,27 +117,32 @@ class PagedCache(ParkedQueries):
         self._format = (kv_type, *scales, *self._kt)
         self._kv_type = kv_type
 
+    def _layout(self, is_private: bool) -> torch.Tensor:
+        return self.private_layout if is_private else self.native_layout
+
     def keep_tokens(
         self,
         window_query: torch.Tensor,
-        prompt_blocks: torch.Tensor,
-        num_prompt_tokens: int,
+        blocks: torch.Tensor,
+        num_tokens: int,
         num_kept: int,
         scale: float,
         softcap: float,
         softmax_over_all: bool,
         kernel_size: int,
         sink_tokens: int,
+        is_private: bool = False,
     ) -> torch.Tensor:
-        """Stage 1 by observation window: positions to keep, int32 ``[num_kv_heads, num_kept]``, ascending."""
+        """Stage 1 by observation window: positions to keep, int32 ``[num_kv_heads, num_kept]``, ascending, of the tokens in
+        ``blocks``, which are prompt blocks or private ones."""
         kept: torch.Tensor = ops.keep_tokens(
             window_query,
             self.kv_cache,
-            prompt_blocks.to(torch.int32),
-            num_prompt_tokens,
+            blocks.to(torch.int32),
+            num_tokens,
             num_kept,
             *self._format,
-            self.native_layout,
+            self._layout(is_private),
             scale,
             softcap,
             softmax_over_all,
@@ -139,15 +151,47 @@ class PagedCache(ParkedQueries):
         )
         return kept
 
-    def compact(self, prompt_blocks: torch.Tensor, private_blocks: torch.Tensor, kept: torch.Tensor) -> None:
-        """Copy the tokens ``kept`` int32 ``[num_kv_heads, n]`` to private positions 0 to n - 1, with their KT table."""
+    def keep_heavy(self, blocks: torch.Tensor, num_tokens: int, num_kept: int, num_recent: int) -> torch.Tensor:
+        """Stage 1 by sums of attention: the newest ``num_recent`` tokens in ``blocks``, of any layout, and the best others.
+
+        Returns positions, int32 ``[num_kv_heads, num_kept]``, ascending.
+        """
+        kept: torch.Tensor = ops.keep_heavy(
+            self.kv_cache, blocks.to(torch.int32), num_tokens, num_kept, num_recent, *self._format
+        )
+        return kept
+
+    def accumulate_scores(
+        self,
+        query: torch.Tensor,
+        parts: torch.Tensor,
+        block_table: torch.Tensor,
+        is_private: bool,
+        scale: float,
+        softcap: float,
+    ) -> None:
+        """Add to every token's sum of attention what the step's queries ``[tokens, num_query_heads, head_size]`` give it.
+
+        ``parts`` int32 ``[parts, 5]``: (first row of ``query``, number of successive rows, row of ``block_table``, first block in
+        that row, cached tokens that the last of the queries sees, itself included). Sums of the parts' own tokens start here.
+        """
+        ops.accumulate_scores(
+            query, self.kv_cache, parts, block_table, *self._format, self._layout(is_private), scale, softcap
+        )
+
+    def compact(
+        self, blocks: torch.Tensor, private_blocks: torch.Tensor, kept: torch.Tensor, is_private: bool = False
+    ) -> None:
+        """Move the tokens ``kept`` int32 ``[num_kv_heads, n]`` of ``blocks`` to private positions 0 to n - 1, with their sums of
+        attention and their KT table. With ``is_private`` in place: ``private_blocks`` are the first of ``blocks``."""
         ops.compact(
             self.kv_cache,
-            prompt_blocks.to(torch.int32),
+            blocks.to(torch.int32),
             private_blocks.to(torch.int32),
             kept,
             *self._format,
-            self.native_layout,
+            self._layout(is_private),
+            is_private,
         )
 
     def summarise(self, touched: TouchedPages) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block manager: a sparse request goes once through natural -> extended -> compact, and its prompt blocks go back.
 
-See docs/life_of_a_request.md. Everything is a function of (prompt length, budget, block size) and of how many tokens the
-scheduler has had computed; workers follow the same arithmetic (I3).
+See docs/life_of_a_request.md. Everything is a function of (prompt length, budgets, block size) and of how many tokens the
+scheduler has had computed; workers follow the same arithmetic (I3). "Prompt" here means the tokens up to the first eviction:
+with decode-time eviction, of a prompt within the budget, decoded ones too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, iter_layer_specs
 from vllm.v1.request import Request
 
+from vllm_rocketkv.cache.pins import PinnedBlocks
 from vllm_rocketkv.config import RocketKVConfig
-from vllm_rocketkv.layout import PromptLayout
+from vllm_rocketkv.layout import PromptLayout, ceil_div
 from vllm_rocketkv.metrics import Counts
 
 logger = init_logger("vllm.rocketkv.manager")
@@ -33,16 +35,19 @@ class Form(Enum):
     NATURAL = auto()
     """``[p_0 .. p_k]``: as in plain vLLM."""
     EXTENDED = auto()
-    """``[p_0 .. p_{n-1} | c_0 .. c_{e-1} | rest]``: equals the worker's append-only row."""
+    """``[p_0 .. p_{n-1} | c_0 .. c_{e-1} | rest]``: equals the worker's append-only row. With decode-time eviction the rest ends
+    with the private blocks that the first limit fills, and the parking blocks."""
     COMPACT = auto()
     """``[null] * s + [c_0 .. c_{e-1} | rest]``: the prompt blocks are back in the pool."""
 
 
 @dataclass
 class SparseRequest:
-    """A request that is longer than the budget."""
+    """A request that is longer than the budget, or may become so."""
 
+    config: RocketKVConfig
     layout: PromptLayout
+    num_parking_blocks: int
     form: Form = Form.NATURAL
     extends: bool = False
     """Whether the allocation being made is the one that appends the private blocks."""
@@ -59,9 +64,12 @@ class RocketKVManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: KVCacheSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         layer_spec: Any = next(iter(iter_layer_specs(kv_cache_spec)))
+        self._layer_spec = layer_spec
         self.config: RocketKVConfig = layer_spec.config
         self.config.check_block_size(self.block_size)
+        self._own_configs: dict[str, RocketKVConfig] = {}
         self._sparse_requests: dict[str, SparseRequest] = {}
+        self._pins = PinnedBlocks(self.block_pool, self.config.pinned_tokens // self.block_size)
         self._counts = Counts()
         self._totals = Counts()
         self._logged = Counts()
@@ -71,17 +79,26 @@ class RocketKVManager(FullAttentionManager):
     def has_positionally_stable_blocks(self) -> bool:
         return False
 
-    def admit(self, request_id: str, num_prompt_tokens: int) -> int | None:
-        """Note a request that may be allocated next.
+    def admit(self, request_id: str, num_prompt_tokens: int, config: RocketKVConfig | None = None) -> int | None:
+        """Note a request that may be allocated next; ``config`` is its own, or None for the server's.
 
         Returns the longest prefix-cache hit it may use, in tokens, or None when any hit will do. A resumed request must not hit
         beyond its prompt: its own tokens were computed sparsely, another's longer prompt was not.
         """
-        if not self.config.is_sparse(num_prompt_tokens, self.block_size):
+        if config is not None:
+            self._own_configs[request_id] = config
+        config = self._own_configs.get(request_id, self.config)
+        if not config.is_sparse(num_prompt_tokens, self.block_size):
             return None
-        layout = self.config.layout(num_prompt_tokens, self.block_size)
-        self._sparse_requests.setdefault(request_id, SparseRequest(layout))
-        return layout.max_prefix_hit(self.config.window_size) if layout.is_evictable else layout.num_hashable_tokens
+        request = self._sparse_requests.get(request_id)
+        if request is None:
+            layout = config.layout(num_prompt_tokens, self.block_size)
+            request = SparseRequest(config, layout, self._layer_spec.num_parking_blocks(config))
+            self._sparse_requests[request_id] = request
+        if config.accumulates:  # needs every query
+            return 0
+        layout = request.layout
+        return layout.max_prefix_hit(config.eviction_window) if layout.is_evictable else layout.num_hashable_tokens
 
     def get_num_blocks_to_allocate(
         self,
@@ -118,25 +135,44 @@ class RocketKVManager(FullAttentionManager):
             if request.extends and request.form is Form.NATURAL:
                 request.form = Form.EXTENDED
             num_tokens = self._num_slots(request, num_tokens, request.extends)
-            self._count_selected_pages(request, num_tokens_main_model)
+            self._count_step(request, num_tokens_main_model)
+        self._protect_pins(request_id, num_tokens)
         return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        self._protect_pins(request_id, num_local_computed_tokens + num_external_computed_tokens)
+        super().allocate_external_computed_blocks(
+            request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing
+        )
+
+    def _protect_pins(self, request_id: str, num_tokens: int) -> None:
+        self._pins.protect(ceil_div(num_tokens, self.block_size) - len(self.req_to_blocks[request_id]))
 
     def _extends(self, request: SparseRequest, num_computed_tokens: int, num_tokens_main_model: int) -> bool:
         """Private blocks are appended by the step that computes the first token of the observation window: they carry its
         queries should the window be cut by a chunk border (I7). A pure KV load computes nothing and lookahead does not count."""
         layout = request.layout
-        window_start = layout.num_prompt_tokens - self.config.window_size
+        window_start = layout.num_prompt_tokens - request.config.eviction_window
         return layout.is_evictable and num_tokens_main_model > max(window_start, num_computed_tokens)
 
     def _num_slots(self, request: SparseRequest, num_tokens: int, extends: bool) -> int:
         """Token slots for which the block list must have room, given that ``num_tokens`` tokens need one."""
         layout = request.layout
-        if not layout.is_evictable or request.form is Form.COMPACT:
+        if not layout.is_evictable:
             return num_tokens
-        if request.form is Form.EXTENDED or extends:
-            return max(num_tokens, layout.num_prompt_tokens) + layout.num_private_blocks * self.block_size
-        # Lookahead slots beyond the prompt would stand where the private blocks must.
-        return min(num_tokens, layout.num_prompt_tokens)
+        if request.form is Form.NATURAL and not extends:
+            # Lookahead slots beyond the prompt would stand where the private blocks must.
+            return min(num_tokens, layout.num_prompt_tokens)
+        num_slots = layout.num_slots(num_tokens, request.config.eviction_window, request.num_parking_blocks)
+        if request.form is Form.COMPACT:
+            return num_slots
+        return max(num_slots, layout.num_prompt_tokens) + layout.num_private_blocks * self.block_size
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -155,6 +191,7 @@ class RocketKVManager(FullAttentionManager):
         blocks = self.req_to_blocks[request_id]
         prompt_blocks = blocks[: layout.num_natural_blocks]
         blocks[: layout.num_natural_blocks] = [self._null_block] * layout.num_dropped_blocks
+        self._pins.add(prompt_blocks)
         # Tail first, as vLLM frees: the head of a prompt is the likelier prefix hit.
         self.block_pool.free_blocks(reversed(prompt_blocks))
         request.form = Form.COMPACT
@@ -173,7 +210,10 @@ class RocketKVManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._sparse_requests.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
+        self._own_configs.pop(request_id, None)
+        blocks = super().pop_blocks_for_free(request_id)
+        self._pins.add(blocks)
+        return blocks
 
     # --- counts --------------------------------------------------------------------------------------------------------
 
@@ -187,11 +227,19 @@ class RocketKVManager(FullAttentionManager):
                 self._log_totals()
         return counts
 
-    def _count_selected_pages(self, request: SparseRequest, num_tokens_main_model: int) -> None:
-        layout = request.layout
+    def _count_step(self, request: SparseRequest, num_tokens_main_model: int) -> None:
+        """Count what the step being allocated does to tokens beyond the prompt."""
+        config, layout = request.config, request.layout
         first = max(request.num_computed_tokens, layout.num_prompt_tokens)
-        for position in range(first, num_tokens_main_model):
-            self._counts.pages_selected += self.config.num_selected_pages(position + 1 - layout.num_dropped_tokens)
+        if first >= num_tokens_main_model:
+            return
+        if config.selects:
+            for position in range(first, num_tokens_main_model):
+                num_cached = position + 1 - layout.dropped_tokens_at(position)
+                self._counts.pages_selected += config.num_selected_pages(num_cached)
+        num_evictions = layout.num_decode_evictions(num_tokens_main_model) - layout.num_decode_evictions(first)
+        self._counts.decode_evictions += num_evictions
+        self._counts.decode_tokens_dropped += num_evictions * layout.decode_interval
 
     def _count_eviction(self, request_id: str, layout: PromptLayout) -> None:
         logger.debug(
@@ -213,10 +261,13 @@ class RocketKVManager(FullAttentionManager):
         self._last_log = time.monotonic()
         totals = self._logged = replace(self._totals)
         logger.info(
-            "RocketKV: requests evicted: %d, prompt tokens kept: %d, dropped: %d, blocks freed: %d, pages selected: %d",
+            "RocketKV: requests evicted: %d, prompt tokens kept: %d, dropped: %d, blocks freed: %d, "
+            "decoded tokens dropped: %d in %d evictions, pages selected: %d",
             totals.requests_evicted,
             totals.prompt_tokens_kept,
             totals.prompt_tokens_dropped,
             totals.blocks_freed,
+            totals.decode_tokens_dropped,
+            totals.decode_evictions,
             totals.pages_selected,
         )

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_rocketkv import compat
 from vllm_rocketkv.cache.manager import RocketKVManager
 from vllm_rocketkv.config import RocketKVConfig
+from vllm_rocketkv.layout import parking_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +33,8 @@ class RocketKVSpec(FullAttentionSpec):
     """
 
     config: RocketKVConfig
+    query_bytes: int
+    """Bytes of one token's query, of all heads: so many are parked in the K and V bytes of a block."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,20 +62,35 @@ class RocketKVSpec(FullAttentionSpec):
     def score_size_bytes(self) -> int:
         return self.num_kv_heads * self.block_size * 4 if self.config.accumulates else 0
 
+    @property
+    def queries_per_block(self) -> int:
+        """Queries that can be parked in one block (``backend/parking.py``); start-up refuses blocks that hold none."""
+        return max(1, self.unpadded_page_size_bytes // self.query_bytes)
+
+    def num_parking_blocks(self, config: RocketKVConfig) -> int:
+        """Blocks in which a request under ``config`` parks queries of decoded tokens."""
+        if config.decode_budget_for_step is None:
+            return 0
+        return parking_blocks(config.eviction_window, self.queries_per_block)
+
+    def _max_extra_blocks(self, max_len: int) -> int:
+        """Private and parking blocks of one request, at most. At a length within one window of the first limit the slots up to
+        that limit are held as well; they are within the bound of private blocks, which counts a whole interval."""
+        private_blocks = self.config.max_private_blocks(max_len, self.block_size)
+        return private_blocks + self.num_parking_blocks(self.config) if private_blocks else 0
+
     def copy_with_new_block_size(self, block_size: int) -> Self:
         """The same format with other blocks, free of any padding that belonged to the old size."""
         return replace(self, block_size=block_size, page_size_padded=None)  # type: ignore[call-arg]
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         """Row length of the worker's append-only block table: prompt and private blocks stand in it side by side."""
-        private_blocks = self.config.max_private_blocks(max_len, self.block_size)
-        return super().max_num_blocks_per_req(vllm_config, max_len) + private_blocks + 1
+        return super().max_num_blocks_per_req(vllm_config, max_len) + self._max_extra_blocks(max_len) + 1
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Prompt and private blocks are held together while stage 1 runs: without them a longest request never starts."""
-        max_model_len = vllm_config.model_config.max_model_len
-        private_blocks = self.config.max_private_blocks(max_model_len, self.block_size)
-        return super().max_memory_usage_bytes(vllm_config) + private_blocks * self.page_size_bytes
+        extra_blocks = self._max_extra_blocks(vllm_config.model_config.max_model_len)
+        return super().max_memory_usage_bytes(vllm_config) + extra_blocks * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[RocketKVSpec]) -> RocketKVSpec:  # type: ignore[override]
@@ -80,10 +98,13 @@ class RocketKVSpec(FullAttentionSpec):
         return KVCacheSpec.merge.__func__(cls, specs)  # type: ignore[attr-defined,no-any-return]
 
 
-def rocketkv_spec(spec: FullAttentionSpec, config: RocketKVConfig) -> RocketKVSpec:
-    """``spec`` of a full-attention layer, as a spec of this package."""
+def rocketkv_spec(spec: FullAttentionSpec, config: RocketKVConfig, *, query_bytes: int | None = None) -> RocketKVSpec:
+    """``spec`` of a full-attention layer, as a spec of this package.
+
+    ``query_bytes`` is the size of one token's query, of all heads of this worker; unknown, it fills a block.
+    """
     values = {name: getattr(spec, name) for name in FullAttentionSpec.__dataclass_fields__}
-    return RocketKVSpec(**values, config=config)
+    return RocketKVSpec(**values, config=config, query_bytes=query_bytes or spec.unpadded_page_size_bytes)
 
 
 def _register() -> None:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class EvictionPolicy(ABC):
-    """Stage 1: decides, once a prompt is computed, which of its tokens each KV head of one layer keeps."""
+    """Stage 1: decides which tokens each KV head of one layer keeps, once a prompt is computed and, with decode-time eviction,
+    whenever the private blocks are full."""
 
     def __init__(self, config: RocketKVConfig):
         self.config = config
@@ -24,15 +25,17 @@ class EvictionPolicy(ABC):
         self,
         window_query: Tensor,
         cache: PagedCache,
-        prompt_blocks: Tensor,
-        num_prompt_tokens: int,
+        blocks: Tensor,
+        num_tokens: int,
         num_kept: int,
         scale: float,
         softcap: float = 0.0,
+        is_private: bool = False,
     ) -> Tensor:
         """Positions of the ``num_kept`` tokens to keep.
 
-        ``window_query`` [W, Hq, D]: queries of the prompt's last W tokens, W = min(window_size, N). ``cache`` holds the keys of
-        the whole prompt, N = ``num_prompt_tokens``, in ``prompt_blocks`` [ceil(N / block_size)]. ``scale`` multiplies q.k;
-        ``softcap`` > 0 caps it as the model does. Returns int32 [Hkv, num_kept], ascending; everything if ``num_kept`` >= N.
+        ``window_query`` [W, Hq, D]: queries of the last W tokens, W = min(``config.eviction_window``, N). ``cache`` holds the
+        keys of all N = ``num_tokens`` tokens in ``blocks`` [ceil(N / block_size)]: a whole prompt's or, with ``is_private``,
+        private ones; positions are counted in them. ``scale`` multiplies q.k; ``softcap`` > 0 caps it as the model does. Returns int32
+        [Hkv, num_kept], ascending; everything if ``num_kept`` >= N.
         """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SnapKV(EvictionPolicy):
-    """Keeps the tokens that the last W queries of the prompt attend to most (arXiv 2502.14051, section 3.3).
+    """Keeps the tokens that the last W queries attend to most (arXiv 2502.14051, section 3.3).
 
     scores = max_pool(sum over window rows and the group's query heads of softmax(q K^T * scale)); the window's own W tokens and
     the first ``sink_tokens`` are always kept. The truth is ``kernels/reference.py``, ``window_scores`` and ``keep_tokens``.
@@ -24,22 +24,24 @@ class SnapKV(EvictionPolicy):
         self,
         window_query: Tensor,
         cache: PagedCache,
-        prompt_blocks: Tensor,
-        num_prompt_tokens: int,
+        blocks: Tensor,
+        num_tokens: int,
         num_kept: int,
         scale: float,
         softcap: float = 0.0,
+        is_private: bool = False,
     ) -> Tensor:
         """See ``EvictionPolicy.keep``."""
         config = self.config
         return cache.keep_tokens(
             window_query,
-            prompt_blocks,
-            num_prompt_tokens,
+            blocks,
+            num_tokens,
             num_kept,
             scale,
             softcap,
             softmax_over_all=config.window_softmax == "all",
             kernel_size=config.kernel_size,
             sink_tokens=config.sink_tokens,
+            is_private=is_private,
         )

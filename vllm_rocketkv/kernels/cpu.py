@@ -3,8 +3,10 @@
 
 ======================  ============================================================================================
 ``plan_step``           what a step does for each request, from lengths alone (``csrc/cpu/plan.h``)
-``keep_tokens``         stage 1: the prompt tokens that each KV head keeps (``csrc/cpu/stage1.h``)
-``compact``             copies them into private blocks and builds their KT table (``csrc/cpu/compact.h``)
+``keep_tokens``         stage 1: the tokens that each KV head keeps, by observation window (``csrc/cpu/stage1.h``)
+``accumulate_scores``   adds a step's attention to the sums in the cache (``csrc/cpu/heavy.h``)
+``keep_heavy``          stage 1: the tokens that each KV head keeps, by those sums
+``compact``             moves the kept tokens into private blocks and builds their KT table (``csrc/cpu/compact.h``)
 ``summarise_pages``     the KT table of natural blocks, for policies that evict nothing (``csrc/cpu/page.h``)
 ``decode``              writes a step's K and V, estimates, selects and attends (``csrc/cpu/decode_args.h``)
 ``isas`` ``set_isa``    instruction sets that this processor has kernels for; ``isa`` is the one in use
@@ -43,12 +45,12 @@ def _library() -> Path:
 
 
 def _register_fakes() -> None:
-    """All ops but one return nothing."""
+    """All ops but those that choose tokens return nothing."""
 
     def nothing(*args: Any) -> None:
         return None
 
-    for name in ("plan_step", "compact", "summarise_pages", "decode"):
+    for name in ("plan_step", "accumulate_scores", "compact", "summarise_pages", "decode"):
         torch.library.register_fake(f"rocketkv_cpu::{name}", nothing)
 
     @torch.library.register_fake("rocketkv_cpu::keep_tokens")
@@ -61,6 +63,12 @@ def _register_fakes() -> None:
         *args: Any,
     ) -> torch.Tensor:
         return kv_cache.new_empty((kv_cache.shape[1], min(num_kept, num_prompt_tokens)), dtype=torch.int32)
+
+    @torch.library.register_fake("rocketkv_cpu::keep_heavy")
+    def keep_heavy(
+        kv_cache: torch.Tensor, blocks: torch.Tensor, num_tokens: int, num_kept: int, *args: Any
+    ) -> torch.Tensor:
+        return kv_cache.new_empty((kv_cache.shape[1], min(num_kept, num_tokens)), dtype=torch.int32)
 
 
 def _check_wish() -> None:

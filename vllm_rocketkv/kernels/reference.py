@@ -120,6 +120,44 @@ def keep_tokens(scores: Tensor, num_kept: int, window_size: int, sink_tokens: in
     return torch.tensor(kept, dtype=torch.long).reshape(scores.shape[0], num_kept)
 
 
+def accumulated_scores(query: Tensor, keys: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
+    """Attention that each token has received (H2O, arXiv 2306.14048): the sum, over all N queries that see it causally and over
+    the group's query heads, of softmax(q K^T * scale).
+
+    ``query`` [N, Hq, D], ``keys`` [N, Hkv, D]; returns float64 [Hkv, N].
+    """
+    N, Hq, _ = query.shape
+    Hkv = keys.shape[1]
+    scores = torch.zeros(Hkv, N, dtype=torch.float64)
+    for head in range(Hq):
+        kv_head = head // (Hq // Hkv)
+        for row in range(N):
+            logits = keys[: row + 1, kv_head].double() @ query[row, head].double() * scale
+            scores[kv_head, : row + 1] += capped(logits, softcap).softmax(0)
+    return scores
+
+
+def keep_heavy(scores: Tensor, num_kept: int, num_recent: int) -> Tensor:
+    """Positions of the tokens to keep (H2O): the newest ``num_recent``, and the best of the others by ``scores`` [Hkv, N].
+
+    ``num_kept`` in num_recent .. N counts both kinds. Returns int64 [Hkv, num_kept], ascending.
+    """
+    older = scores.shape[1] - num_recent
+    recent = list(range(older, scores.shape[1]))
+    kept = [best(head_scores[:older], num_kept - num_recent) + recent for head_scores in scores.tolist()]
+    return torch.tensor(kept, dtype=torch.long).reshape(scores.shape[0], num_kept)
+
+
+def keep_sinks_and_recent(num_tokens: int, num_kept: int, sink_tokens: int, num_kv_heads: int) -> Tensor:
+    """Positions of the tokens to keep (StreamingLLM, arXiv 2309.17453): the first ``sink_tokens`` and the newest others.
+
+    ``num_kept`` in sink_tokens .. N counts both kinds. Returns int64 [Hkv, num_kept], ascending, the same for each head.
+    """
+    first_recent = num_tokens - (num_kept - sink_tokens)
+    kept = [t for t in range(num_tokens) if t < sink_tokens or t >= first_recent]
+    return torch.tensor([kept] * num_kv_heads, dtype=torch.long)
+
+
 # --------------------------------------------------- stage 2: hybrid sparse attention (section 3.4 of the paper)
 
 

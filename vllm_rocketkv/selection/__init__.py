@@ -4,10 +4,14 @@
 from vllm_rocketkv.selection.base import SelectionPolicy
 from vllm_rocketkv.selection.everything import Everything
 from vllm_rocketkv.selection.hsa import HybridSparseAttention
+from vllm_rocketkv.selection.mean import MeanOfPage
+from vllm_rocketkv.selection.quest import Quest
 
 SELECTION_POLICIES: dict[str, type[SelectionPolicy]] = {
     "none": Everything,
     "hsa": HybridSparseAttention,
+    "quest": Quest,
+    "mean": MeanOfPage,
 }
 
-__all__ = ["SELECTION_POLICIES", "Everything", "HybridSparseAttention", "SelectionPolicy"]
+__all__ = ["SELECTION_POLICIES", "Everything", "HybridSparseAttention", "MeanOfPage", "Quest", "SelectionPolicy"]
