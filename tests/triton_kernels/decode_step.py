@@ -16,6 +16,16 @@ from tests.decode_oracle import DecodeCase, choose_for_rows, rows_of, rows_table
 from tests.triton_kernels.paged import LARGEST, bound_values, make_cache, page_entries, random_tokens
 from vllm_rocketkv.kernels.options import DecodeOptions
 
+NEWEST_PAGES = [
+    ([-3.0, 7.0], "mean", True),
+    ([3.0, -2.0, 1.0], "mean", False),
+    ([1.5], "mean", True),
+    ([0.75, 0.75, 0.75], "mean", False),
+    ([-3.0, 7.0], "quest", True),
+    ([0.75, -9.0], "quest", False),
+]
+"""Keys of a newest page, and whether it is better than one whose keys are 1."""
+
 
 @dataclass(frozen=True)
 class TritonCase(DecodeCase):

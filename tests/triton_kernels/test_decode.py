@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.combinations import combined
 from tests.decode_oracle import OPTION_AXES, Row, assert_equally_good
-from tests.triton_kernels.decode_step import Step, TritonCase
+from tests.triton_kernels.decode_step import NEWEST_PAGES, Step, TritonCase
 from tests.triton_kernels.paged import KT_DTYPES, KV_DTYPES
 from vllm_rocketkv.kernels import reference
 from vllm_rocketkv.kernels.options import ESTIMATORS, Estimator
@@ -300,6 +300,26 @@ def test_the_mean_and_quests_bound_see_every_dimension_and_head(estimator: Estim
     step.decode()
     page = position // 4 * 4
     assert step.selected(0) == [list(range(page, min(page + 4, 150)))]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("newest", "estimator", "is_best"), NEWEST_PAGES)
+def test_the_newest_page_is_ranked_by_its_own_keys(
+    newest: list[float], estimator: Estimator, is_best: bool, sign: float
+) -> None:
+    """Page 7's keys are 1 in the only dimension that counts, the others' 0 but for those of the newest page."""
+    n = 96 + len(newest)
+    case = Case(
+        ((n, 1),), topk=4, dense_below=0, by_page=True, num_kv_heads=1, group=2, page_size=4, estimator=estimator
+    )
+    keys = torch.zeros(n, 1, 64)
+    keys[28:32, 0, 3] = 1.0
+    keys[96:, 0, 3] = torch.tensor(newest)
+    query = torch.zeros(1, 2, 64)
+    query[0, 0, 3] = 2.0 * sign
+    step = FusedStep(case, [sign * keys], query)
+    step.decode()
+    assert step.selected(0) == [list(range(96, n)) if is_best else [28, 29, 30, 31]]
 
 
 @pytest.mark.parametrize("estimator", SUM_ESTIMATORS)

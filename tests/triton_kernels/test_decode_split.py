@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.decode_oracle import Row, choose, clear_heads
-from tests.triton_kernels.decode_step import Step
+from tests.triton_kernels.decode_step import NEWEST_PAGES, Step
 from tests.triton_kernels.split_cases import CASES, EDGES, SUM_ESTIMATORS, Case
 from vllm_rocketkv.kernels import reference
 from vllm_rocketkv.kernels.options import ESTIMATORS, Estimator
@@ -257,6 +257,26 @@ def test_the_mean_and_quests_bound_see_every_dimension_and_head(estimator: Estim
     step = SplitStep(case, [keys], query)
     page = position // 4 * 4
     assert step.rows[0].selected == [list(range(page, min(page + 4, 150)))]
+    assert_reads(step, step.decode(0.0))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("newest", "estimator", "is_best"), NEWEST_PAGES)
+def test_the_newest_page_is_ranked_by_its_own_keys(
+    newest: list[float], estimator: Estimator, is_best: bool, sign: float
+) -> None:
+    """Page 7's keys are 1 in the only dimension that counts, the others' 0 but for those of the newest page."""
+    n = 96 + len(newest)
+    case = Case(
+        ((n, 1),), topk=4, dense_below=0, by_page=True, num_kv_heads=1, group=2, page_size=4, estimator=estimator
+    )
+    keys = torch.zeros(n, 1, 64)
+    keys[28:32, 0, 3] = 1.0
+    keys[96:, 0, 3] = torch.tensor(newest)
+    query = torch.zeros(1, 2, 64)
+    query[0, 0, 3] = 2.0 * sign
+    step = SplitStep(case, [sign * keys], query)
+    assert step.rows[0].selected == [list(range(96, n)) if is_best else [28, 29, 30, 31]]
     assert_reads(step, step.decode(0.0))
 
 
