@@ -27,11 +27,17 @@ CPU = torch.device("cpu")
 # The kernels have tests of their own over many more shapes; these are the checks that have something of their own.
 CHECKS = [
     "decode: float32, top-r 24",
+    "decode: quest",
+    "decode: float32, mean",
+    "split decode: float32, quest",
+    "split decode: mean",
     "decode: no KT table",
     "write rows: KV bfloat16, KT float8_e5m2, page 4",
     "write rows: KV float8_e4m3fn, KT float8_e4m3fn, page 4",
     "summarise pages: KV bfloat16, KT float8_e5m2, page 4",
     "compact: KV float32, KT bfloat16, page 16",
+    "write rows: KV bfloat16, KT bfloat16, page 4, means",
+    "compact: KV float8_e4m3fn, KT float8_e5m2, page 16, means",
     "window scores over the prefix",
     "stage 1: tokens kept",
     "top tokens",
@@ -69,7 +75,10 @@ def test_a_wrong_decode_is_found(decoded):
         assert says in compare(step)
 
 
-@pytest.mark.parametrize(("field", "value"), [("topk_tokens", 20), ("sink_tokens", 12), ("topr", 20), ("softcap", 3.0)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("topk_tokens", 20), ("sink_tokens", 12), ("topr", 20), ("softcap", 3.0), ("estimator", "quest")],
+)
 def test_an_option_that_is_ignored_is_found(decoded, field, value):
     step = replace(decoded, case=replace(decoded.case, **{field: value}), rows=decoded.rows.clone())
     step.rows[:, 4] = min(step.case.topr, step.case.head_size)

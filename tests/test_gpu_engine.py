@@ -34,6 +34,24 @@ def test_gpu_path_gives_the_tokens_of_the_cpu_kernels(model: str) -> None:
     assert gpu["freed"]
 
 
+SUMS = {
+    "quest": {"policy": "quest", "prompt_budget": 64, "topk_tokens": 48},
+    "blog": {"preset": "blog", "prompt_budget": 64, "window_size": 16, "topk_tokens": 48, "sink_tokens": 4},
+}
+"""Policies that rank pages by sums."""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUMS)
+def test_pages_ranked_by_sums_give_the_tokens_of_the_cpu_kernels(model: str, name: str) -> None:
+    options = {"lengths": (300, 129)}
+    gpu = run_engine(model, SUMS[name], use_v2=True, kernels="triton", **options)
+    cpu = run_engine(model, SUMS[name], use_v2=False, **options)
+    assert gpu["tokens"] == cpu["tokens"]
+    assert gpu["freed"]
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_preempted_requests_give_the_same_tokens(model: str) -> None:

@@ -43,12 +43,18 @@ def checks(small: bool) -> Iterator[Check]:
         sized = case.small() if small else case
         yield Check(f"decode: {case.name}", partial(run_case, sized, decode=fused))
         yield Check(f"split decode: {case.name}", partial(run_case, sized, decode=split))
-    for kv, kt, page in ((BF16, E5M2, 4), (FP32, BF16, 16), (E4M3, E4M3, 4), (E5M2, BF16, 1)):
-        name = f"KV {short(kv)}, KT {short(kt)}, page {page}"
-        yield Check(f"write rows: {name}", partial(check_update, kv, kt, page, small))
-        yield Check(f"summarise pages: {name}", partial(check_summaries, kv, kt, page, small))
-        yield Check(f"compact: {name}", partial(check_compact, kv, kt, page, small, cuda=False))
-        yield Check(f"CUDA compact: {name}", partial(check_compact, kv, kt, page, small, cuda=True))
+    formats = (
+        (BF16, E5M2, 4, False), (FP32, BF16, 16, False), (E4M3, E4M3, 4, False), (E5M2, BF16, 1, False),
+        (BF16, BF16, 4, True), (E4M3, E5M2, 16, True),
+    )  # fmt: skip
+    for kv, kt, page, is_mean in formats:
+        name = f"KV {short(kv)}, KT {short(kt)}, page {page}{', means' if is_mean else ''}"
+        written = kv, kt, page, is_mean, small
+        yield Check(f"write rows: {name}", partial(check_update, *written))
+        yield Check(f"summarise pages: {name}", partial(check_summaries, *written))
+        yield Check(f"compact: {name}", partial(check_compact, *written, cuda=False))
+        if not is_mean:
+            yield Check(f"CUDA compact: {name}", partial(check_compact, *written, cuda=True))
     for all_keys in (True, False):
         name = "all keys" if all_keys else "the prefix"
         yield Check(f"window scores over {name}", partial(check_scores, all_keys, small))
@@ -75,8 +81,9 @@ def fused(step: DecodeStep) -> None:
     case = step.case
     heads = case.num_kv_heads * case.group
     workspace = DecodeWorkspace.allocate(
-        len(step.rows), heads, case.num_kv_heads, case.head_size, step.capacity, case.page_size, step.query.device
-    )
+        len(step.rows), heads, case.num_kv_heads, case.head_size, step.capacity, case.page_size, step.query.device,
+        case.estimator,
+    )  # fmt: skip
     decode(step.query, step.cache, step.output, step.rows, step.block_table, case.options, workspace)
 
 
@@ -103,12 +110,12 @@ def sizes(small: bool) -> Sizes:
     return (2, 64, 32, 75) if small else (8, 128, 128, 2000)
 
 
-def check_update(kv: torch.dtype, kt: torch.dtype, page: int, small: bool, device: torch.device) -> str:
-    """Append the last tokens of two sequences, several in one step, and compare codes and bounds with a cache built at once."""
+def check_update(kv: torch.dtype, kt: torch.dtype, page: int, is_mean: bool, small: bool, device: torch.device) -> str:
+    """Append the last tokens of two sequences, several in one step, and compare all codes with a cache built at once."""
     from vllm_rocketkv.kernels.triton.update import write_rows
 
     Hkv, D, block, n = sizes(small)
-    before = paged.make_cache(4 * (n // block + 1), Hkv, block, D, kv, kt, page)
+    before = paged.make_cache(4 * (n // block + 1), Hkv, block, D, kv, kt, page, kt_is_mean=is_mean)
     keys, values = (paged.random_tokens((2, n, Hkv, D), kv, seed) for seed in (0, 1))
     new = (6, 1)  # tokens of this step
     tables = [before.add(keys[i, : n - new[i]], values[i, : n - new[i]]) for i in range(2)]
@@ -131,12 +138,14 @@ def check_update(kv: torch.dtype, kt: torch.dtype, page: int, small: bool, devic
     return differences(view, before)
 
 
-def check_summaries(kv: torch.dtype, kt: torch.dtype, page: int, small: bool, device: torch.device) -> str:
-    """Rebuild all bounds of a sequence from its keys."""
+def check_summaries(
+    kv: torch.dtype, kt: torch.dtype, page: int, is_mean: bool, small: bool, device: torch.device
+) -> str:
+    """Rebuild all KT entries of a sequence from its keys."""
     from vllm_rocketkv.kernels.triton.update import summarise_pages
 
     Hkv, D, block, n = sizes(small)
-    cache = paged.make_cache(n // block + 1, Hkv, block, D, kv, kt, page)
+    cache = paged.make_cache(n // block + 1, Hkv, block, D, kv, kt, page, kt_is_mean=is_mean)
     keys, values = (paged.random_tokens((n, Hkv, D), kv, seed) for seed in (0, 1))
     blocks = cache.add(keys, values, with_kt=False)
     view = on_device(cache, device)
@@ -148,13 +157,15 @@ def check_summaries(kv: torch.dtype, kt: torch.dtype, page: int, small: bool, de
     return differences(view, cache)
 
 
-def check_compact(kv: torch.dtype, kt: torch.dtype, page: int, small: bool, device: torch.device, cuda: bool) -> str:
-    """Move kept tokens to private blocks, with their bounds."""
+def check_compact(
+    kv: torch.dtype, kt: torch.dtype, page: int, is_mean: bool, small: bool, device: torch.device, cuda: bool
+) -> str:
+    """Move kept tokens to private blocks, with their KT entries."""
     from vllm_rocketkv.kernels.triton.compact import compact
 
     Hkv, D, block, n = sizes(small)
     num_kept = n // 2 + 1
-    cache = paged.make_cache(2 * (n // block + 2), Hkv, block, D, kv, kt, page)
+    cache = paged.make_cache(2 * (n // block + 2), Hkv, block, D, kv, kt, page, kt_is_mean=is_mean)
     keys, values = (paged.random_tokens((n, Hkv, D), kv, seed) for seed in (0, 1))
     prompt, private = cache.add(keys, values, with_kt=False), cache.take_blocks(num_kept)
     generator = torch.Generator().manual_seed(0)
@@ -173,13 +184,13 @@ def check_compact(kv: torch.dtype, kt: torch.dtype, page: int, small: bool, devi
 
 
 def differences(view: CacheView, expected: paged.PagedCache) -> str:
-    """Where two caches differ: codes of keys and values exactly, bounds by number, since zeros have two codes."""
+    """Where two caches differ: codes of keys and values exactly, KT entries by number, since zeros have two codes."""
     codes, bounds = view.kv.cpu(), view.kt.cpu()
     if not torch.equal(codes, expected.view.kv):
         return f"{int((codes != expected.view.kv).sum())} of {codes.numel()} keys and values differ"
     found, wanted = (paged.bound_values(t.contiguous().view(expected.kt_dtype)) for t in (bounds, expected.view.kt))
     wrong = (found != wanted) & ~(found.isnan() & wanted.isnan())
-    return f"{int(wrong.sum())} of {wrong.numel()} bounds differ" if wrong.any() else ""
+    return f"{int(wrong.sum())} of {wrong.numel()} KT entries differ" if wrong.any() else ""
 
 
 # ---- stage 1 ----

@@ -10,7 +10,7 @@ import torch
 
 from tests.triton_kernels import paged
 from vllm_rocketkv.kernels import reference
-from vllm_rocketkv.kernels.options import DecodeOptions
+from vllm_rocketkv.kernels.options import DecodeOptions, Estimator
 from vllm_rocketkv.kernels.triton.cache import CacheView, cache_view
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -46,13 +46,14 @@ class DecodeCase:
     key_scale: float = 1.0
     value_scale: float = 1.0
     is_hnd: bool = True
+    estimator: Estimator = "hsa"
 
     @property
     def options(self) -> DecodeOptions:
         """What the kernels are told."""
         return DecodeOptions(
             self.head_size**-0.5, self.softcap, self.dense_below, self.topk_tokens, self.sink_tokens,
-            self.recent_tokens, self.by_page, adaptive=True,
+            self.recent_tokens, self.by_page, True, self.estimator,
         )  # fmt: skip
 
     @property
@@ -80,6 +81,14 @@ DECODE_CASES = (
     DecodeCase("fp8 e5m2 KV, D 80, tokens before heads", kv_dtype=E5M2, head_size=80, is_hnd=False, key_scale=2.0),
     DecodeCase("three rows a request", rows_each=3, page_size=16),
     DecodeCase("soft cap, ratio 12", softcap=5.0, group=12, head_size=96),
+    DecodeCase("quest", estimator="quest", by_page=True, sink_tokens=0, recent_tokens=0),
+    DecodeCase(
+        "float32, quest", estimator="quest", by_page=True, model_dtype=FP32, kv_dtype=FP32, head_size=64, group=1
+    ),
+    DecodeCase("mean", estimator="mean", kt_dtype=BF16, by_page=True, sink_tokens=0, recent_tokens=0),
+    DecodeCase(
+        "float32, mean", estimator="mean", by_page=True, model_dtype=FP32, kv_dtype=FP32, head_size=256, group=8
+    ),
     DecodeCase("no KT table", page_size=0, dense_below=1 << 30),
 )
 
@@ -109,7 +118,8 @@ def on_device(cache: paged.PagedCache, device: torch.device) -> CacheView:
     storage = cache.storage.to(device, copy=True)
     kv = storage.view(cache.kv_dtype).as_strided(view.kv.shape, view.kv.stride())
     kv_bytes = view.num_kv_heads * view.block_size * 2 * view.head_size * cache.kv_dtype.itemsize
-    return cache_view(kv, cache.kv_dtype, cache.kt_dtype, kv_bytes, view.page_size, view.key_scale, view.value_scale)
+    scales = view.key_scale, view.value_scale
+    return cache_view(kv, cache.kv_dtype, cache.kt_dtype, kv_bytes, view.page_size, *scales, view.kt_is_mean)
 
 
 def make_step(case: DecodeCase, device: torch.device, seed: int = 0) -> DecodeStep:
@@ -117,7 +127,8 @@ def make_step(case: DecodeCase, device: torch.device, seed: int = 0) -> DecodeSt
     blocks = sum(-(-n // case.block_size) for n in case.lengths)
     cache = paged.make_cache(
         blocks, case.num_kv_heads, case.block_size, case.head_size, case.kv_dtype, case.kt_dtype, case.page_size,
-        is_hnd=case.is_hnd, key_scale=case.key_scale, value_scale=case.value_scale, seed=seed,
+        is_hnd=case.is_hnd, key_scale=case.key_scale, value_scale=case.value_scale,
+        kt_is_mean=case.estimator == "mean", seed=seed,
     )  # fmt: skip
     sequences, tables = [], []
     rows: list[list[int]] = []
@@ -175,9 +186,14 @@ def expected_row(
     is_clear = torch.ones(Hkv, dtype=torch.bool)
     selected: Sequence[Sequence[int]] = [range(n)] * Hkv
     if case.page_size and n > case.dense_below:
-        low, high = paged.page_bounds(stored, case.page_size, case.kt_dtype)
-        low, high = (paged.bound_values(bounds) * case.key_scale for bounds in (low, high))
-        scores = reference.hsa_scores(query, low, high, n, case.page_size, topr)
+        low, high = paged.page_entries(stored, case.page_size, case.kt_dtype, case.estimator == "mean")
+        low, high = (paged.bound_values(entries) * case.key_scale for entries in (low, high))
+        if case.estimator == "hsa":
+            scores = reference.hsa_scores(query, low, high, n, case.page_size, topr)
+        elif case.estimator == "quest":
+            scores = reference.quest_scores(query, low, high, n, case.page_size)
+        else:
+            scores = reference.mean_scores(query, low, n, case.page_size)
         selected = reference.hsa_choose(
             scores, n, case.page_size, case.topk_tokens, "page" if case.by_page else "token", case.sink_tokens,
             case.recent_tokens,
@@ -193,7 +209,9 @@ def is_unambiguous(case: DecodeCase, scores: torch.Tensor, selected: Sequence[in
         return True
     pages = torch.tensor(sorted({t // case.page_size for t in free}))
     edge = scores[pages].min()
-    return int(((scores - edge).abs() <= NEAR_TIE * edge).sum()) == 1
+    # Sums of terms of both signs are as exact as the largest of them.
+    near = NEAR_TIE * (edge if case.estimator == "hsa" else scores.abs().max())
+    return int(((scores - edge).abs() <= near).sum()) == 1
 
 
 def run_case(case: DecodeCase, device: torch.device, decode: Callable[[DecodeStep], None]) -> str:

@@ -13,18 +13,36 @@ import torch
 from torch import Tensor
 
 from tests.decode_oracle import DecodeCase, choose_for_rows, rows_of, rows_table
-from tests.triton_kernels.paged import LARGEST, bound_values, make_cache, page_bounds, random_tokens
+from tests.triton_kernels.paged import LARGEST, bound_values, make_cache, page_entries, random_tokens
 from vllm_rocketkv.kernels.options import DecodeOptions
+
+NEWEST_PAGES = [
+    ([-3.0, 7.0], "mean", True),
+    ([3.0, -2.0, 1.0], "mean", False),
+    ([1.5], "mean", True),
+    ([0.75, 0.75, 0.75], "mean", False),
+    ([-3.0, 7.0], "quest", True),
+    ([0.75, -9.0], "quest", False),
+]
+"""Keys of a newest page, and whether it is better than one whose keys are 1."""
 
 
 @dataclass(frozen=True)
 class TritonCase(DecodeCase):
     is_hnd: bool = True
 
+    @property
+    def details(self) -> list[str]:
+        return [] if self.estimator == "hsa" else [self.estimator]
+
+    @property
+    def is_mean(self) -> bool:
+        return self.estimator == "mean"
+
     def options(self, scale: float) -> DecodeOptions:
         softcap = self.softcap if scale else 0.0
-        forced = self.sinks, self.recent
-        return DecodeOptions(scale, softcap, self.dense_below, self.topk, *forced, self.by_page, self.adaptive)
+        budgets = self.dense_below, self.topk, self.sinks, self.recent
+        return DecodeOptions(scale, softcap, *budgets, self.by_page, self.adaptive, self.estimator)
 
 
 class Step:
@@ -58,7 +76,8 @@ class Step:
         counts = [-(-n // case.block_size) for n, _ in case.requests]
         sizes = (sum(counts) + 2, case.num_kv_heads, case.block_size, case.head_size, case.dtype, case.kt_dtype)
         scales = {"key_scale": case.scales[0], "value_scale": case.scales[1]}
-        self.cache = make_cache(*sizes, case.page_size, is_hnd=case.is_hnd, seed=case.seed, **scales)
+        others = {"is_hnd": case.is_hnd, "kt_is_mean": case.is_mean, "seed": case.seed}
+        self.cache = make_cache(*sizes, case.page_size, **others, **scales)
         self.view = self.cache.view
         self.blocks = [self.cache.add(*of_request) for of_request in zip(self.keys, self.values, strict=True)]
         table = torch.full((len(counts), max(counts) + 9), 1 << 30, dtype=torch.int32)
@@ -69,9 +88,10 @@ class Step:
             self.block_table[row, first : first + len(blocks)] = blocks
 
     def bounds(self, request: int, n: int) -> tuple[Tensor, Tensor]:
-        """Of the pages of the request's first n keys, as the KT dtype has them."""
-        bounds = page_bounds(self.keys[request][:n], self.case.page_size, self.case.kt_dtype)
-        low, high = (bound_values(x).clamp(-LARGEST, LARGEST) * self.case.scales[0] for x in bounds)
+        """Of the pages of the request's first n keys, as the KT dtype has them; or their means, twice."""
+        case = self.case
+        entries = page_entries(self.keys[request][:n], case.page_size, case.kt_dtype, case.is_mean)
+        low, high = (bound_values(x).clamp(-LARGEST, LARGEST) * case.scales[0] for x in entries)
         return low, high
 
     def table(self) -> Tensor:

@@ -80,14 +80,14 @@ class PagedCache:
         """The entries of the full pages of ``keys`` (stored units)."""
         pages = len(keys) // self.view.page_size
         stored = keys[: pages * self.view.page_size].to(self.kv_dtype).float()
-        for side, bounds in enumerate(page_bounds(stored, self.view.page_size, self.kt_dtype)):
-            codes = bounds.view(self.view.kt.dtype)
+        for side, entries in enumerate(page_entries(stored, self.view.page_size, self.kt_dtype, self.view.kt_is_mean)):
+            codes = entries.view(self.view.kt.dtype)
             for page in range(pages):
                 block, inside = divmod(page, self.view.pages_per_block)
                 self.view.kt[int(blocks[block]), :, :, side, inside] = codes[:, page]
 
     def kt_entries(self, blocks: Tensor, num_pages: int) -> tuple[Tensor, Tensor]:
-        """Stored minima and maxima of a sequence's pages, ``[Hkv, pages, D]`` each, of the KT dtype."""
+        """Stored minima and maxima (or means, twice) of a sequence's pages, ``[Hkv, pages, D]`` each, of the KT dtype."""
         at = torch.arange(num_pages)
         block, inside = blocks[at // self.view.pages_per_block].long(), at % self.view.pages_per_block
         entries = self.view.kt[block, :, :, :, inside].permute(3, 1, 0, 2).contiguous()  # from [pages, Hkv, D, 2]
@@ -108,6 +108,7 @@ def make_cache(
     tail_bytes: int = 32,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    kt_is_mean: bool = False,
     seed: int = 0,
 ) -> PagedCache:
     """An empty cache of ``num_blocks`` blocks and the null block: each K and V, a KT table if ``page_size``, and a tail.
@@ -125,7 +126,7 @@ def make_cache(
     kv = numbers.as_strided(
         (num_blocks + 1, num_kv_heads, block_size, width), (block_bytes // kv_dtype.itemsize, *inner)
     )
-    view = cache_view(kv, kv_dtype, kt_dtype, kv_bytes, page_size, key_scale, value_scale)
+    view = cache_view(kv, kv_dtype, kt_dtype, kv_bytes, page_size, key_scale, value_scale, kt_is_mean)
     free = list(range(1, num_blocks + 1))
     random.Random(seed).shuffle(free)
     return PagedCache(view, storage, kv_dtype, kt_dtype, free)
@@ -149,6 +150,17 @@ def random_tokens(shape: Sequence[int], dtype: torch.dtype, seed: int = 0, magni
 
 
 # ------------------------------------------------------------------------------------- what a KT table should hold
+
+
+def page_entries(keys: Tensor, page_size: int, kt_dtype: torch.dtype, is_mean: bool) -> tuple[Tensor, Tensor]:
+    """The two entries of each page, ``[Hkv, pages, D]``."""
+    return (page_means(keys, page_size, kt_dtype),) * 2 if is_mean else page_bounds(keys, page_size, kt_dtype)
+
+
+def page_means(keys: Tensor, page_size: int, kt_dtype: torch.dtype) -> Tensor:
+    """``reference.page_means`` as if no order of a page's keys lost anything in the sum, and within the same +-2^64."""
+    means = torch.stack([of_page.double().mean(0) for of_page in keys.split(page_size)], 1)
+    return means.float().clamp(-LARGEST, LARGEST).to(kt_dtype)
 
 
 def page_bounds(keys: Tensor, page_size: int, kt_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.triton_kernels.paged import KV_DTYPES, PagedCache, bound_values, make_cache, page_bounds, random_tokens
+from tests.triton_kernels.paged import (
+    KT_DTYPES,
+    KV_DTYPES,
+    PagedCache,
+    bound_values,
+    make_cache,
+    page_bounds,
+    random_tokens,
+)
+from vllm_rocketkv.kernels import reference
 from vllm_rocketkv.kernels.triton.compact import _constants, compact, compile_cases
 
 
@@ -48,12 +57,13 @@ def check(paged: PagedCache, num_tokens: int, num_kept: int, seed: int = 0, magn
     assert torch.equal(paged.snapshot(), expected)
 
 
+@pytest.mark.parametrize("is_mean", [False, True], ids=["bounds", "mean"])
 @pytest.mark.parametrize("is_hnd", [True, False], ids=["hnd", "nhd"])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
-def test_copies_and_bounds(kv_dtype: torch.dtype, head_size: int, is_hnd: bool) -> None:
+def test_copies_and_entries(kv_dtype: torch.dtype, head_size: int, is_hnd: bool, is_mean: bool) -> None:
     kt_dtype = torch.float8_e5m2 if kv_dtype.itemsize > 1 else torch.bfloat16
-    check(make_cache(12, 2, 16, head_size, kv_dtype, kt_dtype, 4, is_hnd=is_hnd), 70, 45)
+    check(make_cache(12, 2, 16, head_size, kv_dtype, kt_dtype, 4, is_hnd=is_hnd, kt_is_mean=is_mean), 70, 45)
 
 
 @pytest.mark.parametrize(
@@ -78,16 +88,42 @@ def test_bounds_are_rounded_outward(kt_dtype: torch.dtype, magnitude: float) -> 
     assert (high >= in_pages.amax(2).clamp(-limit, limit)).all()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # of float16, to infinity
+@pytest.mark.parametrize("kt_dtype", [*KT_DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e5, 1e30], ids=str)
+@pytest.mark.parametrize("page_size", [2, 16])
+def test_means_are_those_of_the_reference(kt_dtype: torch.dtype, magnitude: float, page_size: int) -> None:
+    """Up to the order in which float32 sums were rounded: to the number itself in all but one of a thousand entries, and to the
+    next one, with both slots alike. bfloat16 stops at 2^64."""
+    paged = make_cache(9, 2, 16, 64, torch.float32, kt_dtype, page_size, kt_is_mean=True)
+    keys, values = (random_tokens((50, 2, 64), torch.float32, seed, magnitude) for seed in (1, 2))
+    prompt = paged.add(keys, values, with_kt=False)
+    private, kept = paged.take_blocks(48), choose(50, 2, 41)
+    compact(paged.view, prompt, private, kept)
+    pages = 40 // page_size
+    copies = torch.stack([keys[kept[h].long(), h] for h in range(2)], 1)[: pages * page_size]
+    low, high = paged.kt_entries(private, pages)
+    assert torch.equal(low.view(paged.view.kt.dtype), high.view(paged.view.kt.dtype))
+    wanted = reference.page_means(copies, page_size, kt_dtype).double().clamp(-(2.0**64), 2.0**64)
+    found = bound_values(low).clamp(-(2.0**64), 2.0**64)
+    finite = torch.finfo(kt_dtype)
+    torch.testing.assert_close(found, wanted, rtol=finite.eps, atol=finite.smallest_normal * finite.eps)
+    assert (found != wanted).double().mean() < 1e-3
+
+
 @pytest.mark.parametrize(
     ("block_size", "page_size"), [(16, 1), (16, 16), (48, 8), (64, 64), (128, 128), (80, 16), (112, 2)]
 )
 @pytest.mark.parametrize("num_kept", [1, 63, 128, 205])
-def test_any_page_and_block(block_size: int, page_size: int, num_kept: int) -> None:
-    check(make_cache(40, 1, block_size, 64, torch.bfloat16, torch.float8_e5m2, page_size), 207, num_kept)
+@pytest.mark.parametrize("is_mean", [False, True], ids=["bounds", "mean"])
+def test_any_page_and_block(block_size: int, page_size: int, num_kept: int, is_mean: bool) -> None:
+    types = torch.bfloat16, torch.float8_e5m2
+    check(make_cache(40, 1, block_size, 64, *types, page_size, kt_is_mean=is_mean), 207, num_kept)
 
 
-def test_pages_larger_than_what_is_in_registers() -> None:
-    paged = make_cache(8, 1, 128, 256, torch.float16, torch.bfloat16, 64)
+@pytest.mark.parametrize("is_mean", [False, True], ids=["bounds", "mean"])
+def test_pages_larger_than_what_is_in_registers(is_mean: bool) -> None:
+    paged = make_cache(8, 1, 128, 256, torch.float16, torch.bfloat16, 64, kt_is_mean=is_mean)
     assert _constants(256, 128, 64, 2, 1)["STEPS"] > 1
     check(paged, 300, 260)
 

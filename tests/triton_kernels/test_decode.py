@@ -20,9 +20,10 @@ from torch import Tensor
 
 from tests.combinations import combined
 from tests.decode_oracle import OPTION_AXES, Row, assert_equally_good
-from tests.triton_kernels.decode_step import Step, TritonCase
+from tests.triton_kernels.decode_step import NEWEST_PAGES, Step, TritonCase
 from tests.triton_kernels.paged import KT_DTYPES, KV_DTYPES
 from vllm_rocketkv.kernels import reference
+from vllm_rocketkv.kernels.options import ESTIMATORS, Estimator
 from vllm_rocketkv.kernels.triton.cache import CacheView
 from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace, compile_cases, decode, launch_options
 
@@ -58,6 +59,7 @@ def generated_cases(count: int) -> list[Case]:
         "topr": [None, None, 1, 7, 16, 31],
         "topk": [7, 16, 33, 100],
         **OPTION_AXES,
+        "estimator": ["hsa", "quest", "hsa", "mean"],
         "is_hnd": [True, False],
     }
     cases = []
@@ -75,7 +77,8 @@ def generated_cases(count: int) -> list[Case]:
     return cases
 
 
-CASES = generated_cases(24)
+SUM_ESTIMATORS: tuple[Estimator, ...] = ("quest", "mean")
+CASES = generated_cases(44)
 EDGES = [
     Case(page_size=0, requests=((300, 1), (1, 1), (40, 3))),  # no KT table: everything is read
     Case(requests=((300, 1),), group=48, num_kv_heads=1, topr=20),
@@ -92,6 +95,19 @@ EDGES = [
     Case(requests=((5, 1), (1, 1)), topk=2, dense_below=0, page_size=16, block_size=16),  # no page is full
     Case(requests=((500, 1),), page_size=1, block_size=16, group=8, kt_dtype=torch.float8_e4m3fn, num_kv_heads=1),
 ]
+for _estimator in SUM_ESTIMATORS:
+    _same: dict[str, Any] = {"estimator": _estimator, "by_page": True}
+    EDGES += [
+        Case(requests=((300, 1),), group=48, num_kv_heads=1, **_same),
+        Case(requests=((300, 1),), head_size=256, group=5, kt_dtype=torch.float8_e5m2, num_kv_heads=1, **_same),
+        Case(requests=((300, 1),), group=1, page_size=1, topk=250, **_same),  # many of the chosen are below 0
+        Case(requests=((150, 1), (149, 2)), sinks=9, recent=2, page_size=16, estimator=_estimator),
+        Case(requests=((90, 5), (70, 3)), topk=16, dense_below=16, num_kv_heads=1, **_same),  # rows of several pages
+        Case(requests=((512, 1), (513, 1), (511, 1)), num_kv_heads=1, **_same),  # around the capacity
+        Case(requests=((100, 1),), topk=0, dense_below=0, **_same),
+        Case(requests=((5, 1), (1, 1)), topk=2, dense_below=0, page_size=16, block_size=16, **_same),
+        Case(requests=((120, 1),), page_size=0, **_same),
+    ]
 
 
 class FusedStep(Step):
@@ -111,6 +127,7 @@ class FusedStep(Step):
             case.capacity,
             case.page_size,
             "cpu",
+            case.estimator,
         )
         for memory in (self.workspace.dims, self.workspace.chosen):
             memory.fill_(UNUSED)
@@ -226,12 +243,13 @@ def test_rows_in_one_launch_do_not_touch_each_other() -> None:
         assert output.isnan().sum() == output.numel() - output[token].numel()
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("by_page", [False, True], ids=["token", "page"])
 @pytest.mark.parametrize(("block_size", "page_size", "kinds"), [(16, 4, 5), (48, 2, 3), (48, 4, 1)])
 def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
-    block_size: int, page_size: int, kinds: int, by_page: bool
+    block_size: int, page_size: int, kinds: int, by_page: bool, estimator: Estimator
 ) -> None:
-    """Pages of a few kinds, the newest one included, which is not full and bounded by other instructions."""
+    """Pages of a few kinds, the newest one included, which is not full and summarised by other instructions."""
     draw = torch.Generator().manual_seed(5)
     drawn = torch.randn(kinds, 1, 2, 64, generator=draw).expand(-1, page_size, -1, -1)
     requests = tuple((n, 1) for n in (30 * page_size - 1, 57 * page_size, 61))
@@ -239,7 +257,7 @@ def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
         drawn[torch.randint(0, kinds, (-(-n // page_size),), generator=draw)].flatten(0, 1)[:n] for n, _ in requests
     ]
     case = Case(requests, block_size=block_size, page_size=page_size, dense_below=0, by_page=by_page, topr=16, topk=23)
-    step = FusedStep(case, keys)
+    step = FusedStep(replace(case, estimator=estimator), keys)
     step.decode()
     for index, row in enumerate(step.rows):
         assert step.selected(index) == row.selected
@@ -268,10 +286,71 @@ def test_equal_dimensions_tie_and_the_lower_index_wins() -> None:
     assert (rows[:, 5:] == UNUSED).all()
 
 
+@pytest.mark.parametrize("position", [0, 77, 149])
+@pytest.mark.parametrize("estimator", SUM_ESTIMATORS)
+def test_the_mean_and_quests_bound_see_every_dimension_and_head(estimator: Estimator, position: int) -> None:
+    """One key differs from the others, in the last dimension, which one head of the group alone looks at, and with a small
+    number: top-r would leave it out, and the sign of the group's sum would ask for the other bound."""
+    case = Case(requests=((150, 1),), topk=4, dense_below=0, num_kv_heads=1, by_page=True, topr=8, estimator=estimator)
+    keys = torch.zeros(150, 1, 64)
+    keys[position, 0, 63] = 1.0 if estimator == "mean" else -1.0
+    query = torch.full((1, 3, 64), 2.0)
+    query[0, :, 63] = torch.tensor([-0.75, 0.5, 0.5])
+    step = FusedStep(case, [keys], query)
+    step.decode()
+    page = position // 4 * 4
+    assert step.selected(0) == [list(range(page, min(page + 4, 150)))]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("newest", "estimator", "is_best"), NEWEST_PAGES)
+def test_the_newest_page_is_ranked_by_its_own_keys(
+    newest: list[float], estimator: Estimator, is_best: bool, sign: float
+) -> None:
+    """Page 7's keys are 1 in the only dimension that counts, the others' 0 but for those of the newest page."""
+    n = 96 + len(newest)
+    case = Case(
+        ((n, 1),), topk=4, dense_below=0, by_page=True, num_kv_heads=1, group=2, page_size=4, estimator=estimator
+    )
+    keys = torch.zeros(n, 1, 64)
+    keys[28:32, 0, 3] = 1.0
+    keys[96:, 0, 3] = torch.tensor(newest)
+    query = torch.zeros(1, 2, 64)
+    query[0, 0, 3] = 2.0 * sign
+    step = FusedStep(case, [sign * keys], query)
+    step.decode()
+    assert step.selected(0) == [list(range(96, n)) if is_best else [28, 29, 30, 31]]
+
+
+@pytest.mark.parametrize("estimator", SUM_ESTIMATORS)
+def test_a_score_that_is_not_a_number_ranks_last(estimator: Estimator) -> None:
+    """An infinite query makes scores infinite, but of pages whose keys are 0 there: those scores are none. A query that is not a
+    number makes all scores none."""
+    case = Case(requests=((150, 1),), topk=20, dense_below=0, by_page=True, estimator=estimator)
+    keys = torch.randn(150, 2, 64, generator=torch.Generator().manual_seed(1))
+    keys[:, 0, 5] = 1.0
+    keys[4:8, 0, 5] = keys[12:16, 0, 5] = 0.0
+    query = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
+    query[0, 1, 5] = torch.inf
+    query[0, 4, 5] = torch.nan
+    step = FusedStep(case, [keys], query)
+    step.decode()
+    assert step.selected(0) == [[*range(4), *range(8, 12), *range(16, 28)], list(range(20))]
+
+
+def test_a_workspace_is_of_one_estimator() -> None:
+    step = FusedStep(Case(requests=((150, 1),)))
+    output = step.decode()
+    step.case = replace(step.case, estimator="quest")
+    with pytest.raises(AssertionError, match="another estimator"):
+        decode(step.query, step.view, output, step.table(), step.block_table, step.case.options(1.0), step.workspace)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("kt_dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16], ids=str)
-def test_a_key_beyond_the_bounds_type_is_found(kt_dtype: torch.dtype) -> None:
+def test_a_key_beyond_the_bounds_type_is_found(kt_dtype: torch.dtype, estimator: Estimator) -> None:
     case = Case(requests=((150, 1),), dtype=torch.float32, model_dtype=torch.float32, kt_dtype=kt_dtype, topk=4)
-    case = replace(case, num_kv_heads=1, by_page=True)
+    case = replace(case, num_kv_heads=1, by_page=True, estimator=estimator)
     for position in (0, 70, 149):
         keys = torch.randn(150, 1, 64, generator=torch.Generator().manual_seed(position))
         query = torch.rand(1, 3, 64, generator=torch.Generator().manual_seed(position))

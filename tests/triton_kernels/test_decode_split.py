@@ -8,8 +8,7 @@ workspace is full of garbage.
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.combinations import combined
-from tests.decode_oracle import OPTION_AXES, Row, choose, clear_heads
-from tests.triton_kernels.decode_step import Step, TritonCase
+from tests.decode_oracle import Row, choose, clear_heads
+from tests.triton_kernels.decode_step import NEWEST_PAGES, Step
+from tests.triton_kernels.split_cases import CASES, EDGES, SUM_ESTIMATORS, Case
 from vllm_rocketkv.kernels import reference
+from vllm_rocketkv.kernels.options import ESTIMATORS, Estimator
 from vllm_rocketkv.kernels.triton.cache import CacheView, cache_view
 from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace, decode
 from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace, decode_split, workspace_bytes
@@ -28,80 +28,6 @@ from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace, decode_spl
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # NaN in lanes that are masked later
 
 GARBAGE = 0x7F7F7F7F
-FP8 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-@dataclass(frozen=True)
-class Case(TritonCase):
-    requests: tuple[tuple[int, int], ...] = ((317, 1), (64, 1), (201, 3))
-    dtype: torch.dtype = torch.float32
-    model_dtype: torch.dtype = torch.float32
-    num_kv_heads: int = 1
-    num_splits: int = 4
-    page_tile: int = 16
-    select_tile: int = 32
-
-    @property
-    def details(self) -> list[str]:
-        return [f"S{self.num_splits}"]
-
-    @property
-    def capacity(self) -> int:
-        return max(n for n, _ in self.requests) + 70
-
-
-def generated_cases(count: int) -> list[Case]:
-    """Every value of every axis, combined at random."""
-    draw = random.Random(2502)
-    axes: dict[str, list[Any]] = {
-        "dtype": [torch.float32, torch.bfloat16, torch.float16, *FP8],
-        "model_dtype": [torch.bfloat16, torch.float32, torch.float16],
-        "kt_dtype": [torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn],
-        "head_size": [64, 80, 128, 96, 256, 64],
-        "num_kv_heads": [1, 2, 1],
-        "group": [1, 3, 4, 5, 8],
-        "block_size": [32, 48, 128, 16],
-        "page_size": [1, 2, 4, 16],
-        "topr": [None, None, 1, 7, 31],
-        "topk": [7, 16, 33, 100],
-        **OPTION_AXES,
-        "is_hnd": [True, False],
-        "num_splits": [1, 2, 3, 4, 2],
-        "select_tile": [16, 64],
-    }
-    cases = []
-    for i, values in enumerate(combined(axes, count, draw)):
-        case = Case(**values, seed=i)
-        if case.dtype not in FP8:
-            case = replace(case, model_dtype=case.dtype)
-        topk, page, block = case.topk, case.page_size, case.block_size
-        dense = draw.choice([0, topk, topk, topk + page, 2 * topk])
-        corners = [1, page, page + 1, block, block + 1, dense, dense + 1, topk + 1, topk + page + 1]
-        lengths = [draw.choice([n for n in corners if n]), draw.randint(150, 400)]
-        requests = [*((n, 1) for n in lengths), (max(dense, topk) + 2 * page + 1, min(page + 1, 3))]
-        draw.shuffle(requests)
-        cases.append(replace(case, requests=tuple(requests), dense_below=dense))
-    return cases
-
-
-CASES = generated_cases(14)
-EDGES = [
-    Case(page_size=0, requests=((300, 1), (1, 1), (40, 1)), num_splits=2),  # no KT table: everything is read
-    Case(requests=((413, 1),), group=1, num_splits=16),
-    Case(requests=((1200, 1),), topk=512, page_size=2, by_page=True, block_size=128, select_tile=256, page_tile=128),
-    Case(requests=((500, 1),), dense_below=1 << 30, num_splits=16),
-    Case(requests=((150, 1), (149, 1)), sinks=40, recent=41),  # the forced tokens exceed the budget
-    Case(requests=((150, 1), (149, 1)), sinks=400),  # all are forced
-    Case(requests=((149, 1),), recent=400, by_page=True),
-    Case(requests=((160, 1), (159, 1)), topk=400, dense_below=0),  # the budget exceeds the tokens
-    Case(requests=((159, 1),), topk=400, dense_below=0, by_page=True, sinks=3),
-    Case(requests=((90, 5),), topk=16, dense_below=16, page_size=4, num_splits=2),  # the rows of several pages
-    Case(requests=((5, 1), (3, 1), (6, 1)), topk=2, dense_below=0, recent=1),  # one page, two pages
-    Case(requests=((161, 1),), group=48, topk=20, dense_below=20),
-    Case(requests=((300, 1),), magnitude=5.0),
-    Case(requests=((230, 1),), page_size=32, sinks=33, recent=33, topk=100),  # pages that are forced in part
-    Case(requests=((229, 1),), page_size=32, sinks=33, recent=2, topk=37, dense_below=37),  # budget of a page's part
-]
 
 
 class SplitStep(Step):
@@ -210,13 +136,21 @@ def test_rows_of_at_most_min_tokens_are_left_alone(min_tokens: int) -> None:
             assert torch.equal(output[row.token], everything[row.token])
 
 
-@pytest.mark.parametrize("case", [Case(page_size=16, recent=5, sinks=3, topr=20), CASES[3]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(page_size=16, recent=5, sinks=3, topr=20),
+        *(Case(page_size=16, recent=5, sinks=3, estimator=estimator) for estimator in SUM_ESTIMATORS),
+        CASES[3],
+    ],
+    ids=str,
+)
 def test_agrees_with_the_fused_kernel_and_shares_a_batch_with_it(case: Case) -> None:
     step = step_of(case)
     want = step.decode(0.0)
     heads = case.num_kv_heads * case.group, case.num_kv_heads, case.head_size
     for limit in (1024, sorted(row.num_tokens for row in step.rows)[-2]):
-        fused = DecodeWorkspace.allocate(20, *heads, limit, case.page_size, "cpu")
+        fused = DecodeWorkspace.allocate(20, *heads, limit, case.page_size, "cpu", case.estimator)
         output = step.decode(0.0, min_tokens=limit)
         decode(step.query, step.view, output, step.rows_table(), step.block_table, case.options(0.0), fused)
         torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -246,10 +180,11 @@ def test_a_used_workspace_changes_nothing() -> None:
 # --------------------------------------------------------------------------------------------- selection
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("by_page", [False, True], ids=["token", "page"])
 @pytest.mark.parametrize(("group", "page_size", "topk"), [(1, 4, 30), (3, 2, 99), (3, 4, 62), (2, 1, 20)])
 def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
-    by_page: bool, group: int, page_size: int, topk: int
+    by_page: bool, group: int, page_size: int, topk: int, estimator: Estimator
 ) -> None:
     """Pages of five kinds, the newest one among them, over several tiles and splits."""
     case = Case(
@@ -260,6 +195,7 @@ def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
         dense_below=0,
         by_page=by_page,
         topr=20,
+        estimator=estimator,
         select_tile=16,
     )
     draw = torch.Generator().manual_seed(5)
@@ -274,9 +210,10 @@ def test_equal_pages_tie_wherever_they_lie_and_the_lower_index_wins(
     assert_reads(step, step.decode(0.0))
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("by_page", [False, True], ids=["token", "page"])
-def test_all_pages_are_equal(by_page: bool) -> None:
-    case = Case(requests=((203, 1),), by_page=by_page, sinks=6, recent=9, topk=61)
+def test_all_pages_are_equal(by_page: bool, estimator: Estimator) -> None:
+    case = Case(requests=((203, 1),), by_page=by_page, sinks=6, recent=9, topk=61, estimator=estimator)
     step = SplitStep(case, [torch.ones(203, case.num_kv_heads, case.head_size)])
     assert_reads(step, step.decode(0.0))
 
@@ -295,9 +232,10 @@ def test_pages_that_are_forced_in_part_weigh_what_is_left_of_them(best: int) -> 
     assert_reads(step, step.decode(0.0))
 
 
-def test_a_score_that_is_not_a_number_ranks_last() -> None:
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_score_that_is_not_a_number_ranks_last(estimator: Estimator) -> None:
     """A NaN in one head's query makes all scores NaN: the lowest tokens are read, which the other head shows."""
-    case = Case(requests=((203, 1),), group=2, num_kv_heads=1, topk=61)
+    case = Case(requests=((203, 1),), group=2, num_kv_heads=1, topk=61, estimator=estimator)
     query = torch.randn(1, 2, case.head_size, generator=torch.Generator().manual_seed(1))
     query[0, 1, 5] = torch.nan
     step = SplitStep(case, query=query)
@@ -308,9 +246,46 @@ def test_a_score_that_is_not_a_number_ranks_last() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 70, 149])
+@pytest.mark.parametrize("estimator", SUM_ESTIMATORS)
+def test_the_mean_and_quests_bound_see_every_dimension_and_head(estimator: Estimator, position: int) -> None:
+    """As in ``test_decode.py``: a small number in the last dimension, which top-r and the sign of the group's sum would miss."""
+    case = Case(requests=((150, 1),), topk=4, dense_below=0, by_page=True, topr=8, estimator=estimator)
+    keys = torch.zeros(150, 1, 64)
+    keys[position, 0, 63] = 1.0 if estimator == "mean" else -1.0
+    query = torch.full((1, 3, 64), 2.0)
+    query[0, :, 63] = torch.tensor([-0.75, 0.5, 0.5])
+    step = SplitStep(case, [keys], query)
+    page = position // 4 * 4
+    assert step.rows[0].selected == [list(range(page, min(page + 4, 150)))]
+    assert_reads(step, step.decode(0.0))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(("newest", "estimator", "is_best"), NEWEST_PAGES)
+def test_the_newest_page_is_ranked_by_its_own_keys(
+    newest: list[float], estimator: Estimator, is_best: bool, sign: float
+) -> None:
+    """Page 7's keys are 1 in the only dimension that counts, the others' 0 but for those of the newest page."""
+    n = 96 + len(newest)
+    case = Case(
+        ((n, 1),), topk=4, dense_below=0, by_page=True, num_kv_heads=1, group=2, page_size=4, estimator=estimator
+    )
+    keys = torch.zeros(n, 1, 64)
+    keys[28:32, 0, 3] = 1.0
+    keys[96:, 0, 3] = torch.tensor(newest)
+    query = torch.zeros(1, 2, 64)
+    query[0, 0, 3] = 2.0 * sign
+    step = SplitStep(case, [sign * keys], query)
+    assert step.rows[0].selected == [list(range(96, n)) if is_best else [28, 29, 30, 31]]
+    assert_reads(step, step.decode(0.0))
+
+
+@pytest.mark.parametrize("position", [0, 70, 149])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("kt_dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
-def test_a_key_beyond_the_bounds_type_is_found(position: int, kt_dtype: torch.dtype) -> None:
+def test_a_key_beyond_the_bounds_type_is_found(position: int, kt_dtype: torch.dtype, estimator: Estimator) -> None:
     case = Case(requests=((150, 1),), kt_dtype=kt_dtype, topk=4, dense_below=4, num_kv_heads=1, by_page=True)
+    case = replace(case, estimator=estimator)
     keys = torch.randn(150, 1, case.head_size, generator=torch.Generator().manual_seed(position))
     keys[position, 0, 9] = 1e5
     query = torch.rand(1, 3, case.head_size, generator=torch.Generator().manual_seed(position))

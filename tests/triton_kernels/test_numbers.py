@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from tests.triton_kernels.paged import LARGEST, bound_values, round_to_e4m3
 from vllm_rocketkv.kernels import reference
-from vllm_rocketkv.kernels.triton.numbers import CODES, KINDS, decode_bound, decode_number, encode_bound
-from vllm_rocketkv.kernels.triton.update import encode_number
+from vllm_rocketkv.kernels.triton.numbers import (
+    CODES,
+    KINDS,
+    decode_bound,
+    decode_number,
+    encode_bound,
+    encode_mean,
+    encode_number,
+)
 
 DTYPES = list(KINDS)
 BOUND_DTYPES = [dtype for dtype in DTYPES if dtype != torch.float32]
@@ -31,12 +38,13 @@ def _decode(codes, out, n, IS_BOUND: tl.constexpr, KIND: tl.constexpr, SIZE: tl.
 
 
 @triton.jit
-def _encode(x, nearest, low, high, n, KIND: tl.constexpr, SIZE: tl.constexpr):
+def _encode(x, nearest, low, high, mean, n, KIND: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     number = tl.load(x + at, mask=at < n, other=0.0)
     tl.store(nearest + at, encode_number(number, KIND), mask=at < n)
     tl.store(low + at, encode_bound(number, False, KIND), mask=at < n)
     tl.store(high + at, encode_bound(number, True, KIND), mask=at < n)
+    tl.store(mean + at, encode_mean(number, KIND), mask=at < n)
 
 
 def decode(codes: torch.Tensor, kind: int, is_bound: bool = False) -> torch.Tensor:
@@ -46,8 +54,8 @@ def decode(codes: torch.Tensor, kind: int, is_bound: bool = False) -> torch.Tens
 
 
 def encode(x: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """``x`` rounded to nearest, down and up, as ``dtype``."""
-    codes = torch.empty(3, len(x), dtype=torch.int32)
+    """``x`` rounded to nearest, down and up, and as a mean, as ``dtype``."""
+    codes = torch.empty(4, len(x), dtype=torch.int32)
     size = triton.next_power_of_2(min(len(x), 4096))
     _encode[(triton.cdiv(len(x), size),)](x, *codes, len(x), KINDS[dtype], size)
     width = dtype.itemsize * 8
@@ -104,8 +112,9 @@ def nearest_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_rounding(x: torch.Tensor, dtype: torch.dtype) -> None:
-    nearest, *bounds = encode(x, dtype)
+    nearest, *bounds, mean = encode(x, dtype)
     assert same(nearest.float(), nearest_of(x, dtype).float())
+    assert same(mean.float(), x.clamp(-LARGEST, LARGEST).to(dtype).float())
     for bound, expected in zip(bounds, bounds_of(x, dtype), strict=True):
         wrong = bound_values(bound) != bound_values(expected)
         assert not wrong.any(), (x[wrong][:4], bound[wrong][:4], expected[wrong][:4])
@@ -131,8 +140,10 @@ def test_every_number_is_rounded_to_itself(dtype: torch.dtype) -> None:
     numbers = numbers[numbers.isfinite()]
     if dtype == torch.bfloat16:
         numbers = numbers[numbers.abs() <= LARGEST]
-    for rounded in encode(numbers, dtype):
+    *others, mean = encode(numbers, dtype)
+    for rounded in others:
         assert same(rounded.float(), numbers)
+    assert same(mean.float(), numbers.clamp(-LARGEST, LARGEST))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -150,17 +161,18 @@ def test_any_finite_number_is_rounded_outward_and_to_nearest(dtype: torch.dtype,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_infinite_keys_have_bounds(dtype: torch.dtype) -> None:
     x = torch.tensor([torch.inf, -torch.inf])
-    _, low, high = encode(x, dtype)
+    _, low, high, mean = encode(x, dtype)
     largest = LARGEST if dtype == torch.bfloat16 else torch.inf
     assert bound_values(low)[1] == -largest
     assert bound_values(high)[0] == largest
     assert bound_values(low)[0] > 0, "the greatest number or infinity"
     assert bound_values(high)[1] < 0
+    assert same(mean.float(), x.clamp(-LARGEST, LARGEST).to(dtype).float())
 
 
 @pytest.mark.parametrize("dtype", FP8_LARGEST, ids=str)
 def test_fp8_keeps_nan_and_saturates_infinity(dtype: torch.dtype) -> None:
-    nearest, _, _ = encode(torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30]), dtype)
+    nearest, *_ = encode(torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30]), dtype)
     assert nearest[0].isnan()
     largest = FP8_LARGEST[dtype]
     assert nearest[1:].float().tolist() == [largest, -largest, largest]

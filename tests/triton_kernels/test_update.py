@@ -110,33 +110,39 @@ def test_one_token_a_request(kv_dtype: torch.dtype, head_size: int, is_hnd: bool
     Step(paged, BATCH, torch.bfloat16, padding=2).check()
 
 
+@pytest.mark.parametrize("is_mean", [False, True], ids=["bounds", "mean"])
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
-def test_drafts_that_fill_pages(kv_dtype: torch.dtype, model_dtype: torch.dtype) -> None:
-    paged = make_cache(20, 2, 16, 64, kv_dtype, torch.bfloat16, 4, key_scale=0.7, value_scale=1.7)
+def test_drafts_that_fill_pages(kv_dtype: torch.dtype, model_dtype: torch.dtype, is_mean: bool) -> None:
+    scales = {"key_scale": 0.7, "value_scale": 1.7}
+    paged = make_cache(20, 2, 16, 64, kv_dtype, torch.bfloat16, 4, kt_is_mean=is_mean, **scales)
     Step(paged, DRAFTS, model_dtype, padding=1).check()
 
 
+@pytest.mark.parametrize("is_mean", [False, True], ids=["bounds", "mean"])
 @pytest.mark.parametrize(("block_size", "page_size"), [(16, 1), (16, 16), (48, 8), (64, 64), (80, 16), (112, 2)])
 @pytest.mark.parametrize("kt_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_any_page_and_block(block_size: int, page_size: int, kt_dtype: torch.dtype) -> None:
+def test_any_page_and_block(block_size: int, page_size: int, kt_dtype: torch.dtype, is_mean: bool) -> None:
     drafts = min(page_size + 1, 9)
     full = [(block_size - 1, 1), (block_size - 3, 4), (2 * block_size - 1, 2), (page_size, 1), (0, drafts)]
-    Step(make_cache(16, 1, block_size, 64, torch.bfloat16, kt_dtype, page_size), full, torch.bfloat16).check()
+    paged = make_cache(16, 1, block_size, 64, torch.bfloat16, kt_dtype, page_size, kt_is_mean=is_mean)
+    Step(paged, full, torch.bfloat16).check()
 
 
-def test_pages_larger_than_what_is_in_registers() -> None:
-    paged = make_cache(8, 1, 64, 256, torch.float16, torch.float8_e5m2, 64)
+@pytest.mark.parametrize("is_mean", [False, True], ids=["bounds", "mean"])
+def test_pages_larger_than_what_is_in_registers(is_mean: bool) -> None:
+    paged = make_cache(8, 1, 64, 256, torch.float16, torch.float8_e5m2, 64, kt_is_mean=is_mean)
     Step(paged, [(63, 1), (54, 10), (60, 6)], torch.float16).check()
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("holds_rejected", [False, True])
+@pytest.mark.parametrize("is_mean", [False, True], ids=["bounds", "mean"])
 def test_the_programs_of_a_step_may_run_in_any_order(
-    kv_dtype: torch.dtype, holds_rejected: bool, monkeypatch: pytest.MonkeyPatch
+    kv_dtype: torch.dtype, holds_rejected: bool, is_mean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here from the last to the first: the cache holds nothing, or a draft that was rejected, where earlier rows will write."""
-    paged = make_cache(20, 2, 16, 64, kv_dtype, torch.bfloat16, 4, key_scale=0.7)
+    paged = make_cache(20, 2, 16, 64, kv_dtype, torch.bfloat16, 4, kt_is_mean=is_mean, key_scale=0.7)
     requests = [(6, 5), (0, 4), (13, 4), (1, 2)]
     step = Step(paged, requests, torch.bfloat16)
     if holds_rejected:
@@ -198,9 +204,11 @@ def test_without_a_kt_table() -> None:
 
 @pytest.mark.parametrize("kv_dtype", FP8_LARGEST, ids=str)
 @pytest.mark.parametrize("magnitude", [1e-8, 1e-4, 1e6], ids=str)
-def test_what_fp8_cannot_hold(kv_dtype: torch.dtype, magnitude: float) -> None:
+@pytest.mark.parametrize("is_mean", [False, True], ids=["bounds", "mean"])
+def test_what_fp8_cannot_hold(kv_dtype: torch.dtype, magnitude: float, is_mean: bool) -> None:
     """Keys beyond the range saturate; those between zero and the least number are rounded to either."""
-    paged = make_cache(14, 2, 16, 64, kv_dtype, torch.float8_e5m2, 4, key_scale=0.37, value_scale=2.0)
+    scales = {"key_scale": 0.37, "value_scale": 2.0}
+    paged = make_cache(14, 2, 16, 64, kv_dtype, torch.float8_e5m2, 4, kt_is_mean=is_mean, **scales)
     step = Step(paged, [(0, 9), (0, 4)], torch.float32, magnitude=magnitude)
     step.check()
 
@@ -220,10 +228,14 @@ def test_padding_alone_changes_nothing() -> None:
     ("block_size", "page_size", "head_size", "is_hnd"),
     [(16, 4, 64, True), (16, 16, 80, False), (48, 1, 96, True), (64, 64, 256, True), (80, 8, 128, False)],
 )
-def test_touched_pages(kv_dtype: torch.dtype, block_size: int, page_size: int, head_size: int, is_hnd: bool) -> None:
+@pytest.mark.parametrize("is_mean", [False, True], ids=["bounds", "mean"])
+def test_touched_pages(
+    kv_dtype: torch.dtype, block_size: int, page_size: int, head_size: int, is_hnd: bool, is_mean: bool
+) -> None:
     """Only full pages are built, and only those that are listed."""
     kt_dtype = torch.float8_e5m2 if kv_dtype.itemsize > 1 else torch.bfloat16
-    paged = make_cache(9, 2, block_size, head_size, kv_dtype, kt_dtype, page_size, is_hnd=is_hnd)
+    types = kv_dtype, kt_dtype, page_size
+    paged = make_cache(9, 2, block_size, head_size, *types, is_hnd=is_hnd, kt_is_mean=is_mean)
     num_tokens = 2 * block_size + page_size + page_size // 2
     keys, values = (random_tokens((num_tokens, 2, head_size), kv_dtype, seed) for seed in (1, 2))
     blocks = paged.add(keys, values, with_kt=False)

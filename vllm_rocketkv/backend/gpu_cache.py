@@ -52,7 +52,8 @@ class GPUPagedCache(ParkedQueries):
         super().__init__(kv_cache, spec, query_dtype, num_query_heads)
         page_size = spec.config.page_size if spec.config.selects else 0
         kt_dtype = KT_DTYPES[spec.config.resolved_kt_dtype]
-        self.view = cache_view(alias(kv_cache), kv_dtype, kt_dtype, spec.kt_offset_bytes, page_size, *scales)
+        is_mean = spec.config.selection == "mean"
+        self.view = cache_view(alias(kv_cache), kv_dtype, kt_dtype, spec.kt_offset_bytes, page_size, *scales, is_mean)
         self.workspaces = workspaces
 
     def keep_tokens(
@@ -85,7 +86,7 @@ class GPUPagedCache(ParkedQueries):
 
     def compact(self, prompt_blocks: torch.Tensor, private_blocks: torch.Tensor, kept: torch.Tensor) -> None:
         """See ``PagedCache.compact``."""
-        copy = cuda.compact if cuda.available() else compact
+        copy = cuda.compact if cuda.available() and not self.view.kt_is_mean else compact
         copy(self.view, prompt_blocks.to(torch.int32), private_blocks.to(torch.int32), kept)
 
     def summarise(self, touched: TouchedPages) -> None:

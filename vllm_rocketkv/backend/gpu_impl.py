@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -16,6 +16,7 @@ from vllm_rocketkv.backend.impl import RocketKVImplBase
 from vllm_rocketkv.backend.limits import fused_capacity
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.config import RocketKVConfig
+from vllm_rocketkv.kernels.options import Estimator
 from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace
 from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace, workspace_bytes
 from vllm_rocketkv.kernels.triton.top_tokens import CHUNK
@@ -98,7 +99,8 @@ def shared_workspaces(
     if key not in _workspaces:
         fused_tokens = fused_capacity(config, max_tokens, block_size)
         page_size = config.page_size if config.selects else 0
-        fused = DecodeWorkspace.allocate(max_rows, *heads, fused_tokens, page_size, device)
+        estimator = cast(Estimator, config.selection) if config.selects else "hsa"
+        fused = DecodeWorkspace.allocate(max_rows, *heads, fused_tokens, page_size, device, estimator)
         split = None
         if max_tokens > fused_tokens:
             row_bytes = workspace_bytes(1, *heads, max_tokens, page_size, NUM_SPLITS)

@@ -99,10 +99,12 @@ def select_pages(
 
 
 def compact(cache: CacheView, prompt_blocks: torch.Tensor, private_blocks: torch.Tensor, kept: torch.Tensor) -> None:
-    """As ``compact`` of ``kernels/triton/compact.py``: copies are exact, KT bounds rounded outward.
+    """As ``compact`` of ``kernels/triton/compact.py``: copies are exact, KT bounds rounded outward. A KT table of means
+    (``kt_is_mean``) is left to Triton's.
 
     ``prompt_blocks`` and ``private_blocks`` int32 or int64 ids, ``kept`` int32 ``[Hkv, num_kept]`` positions in the prompt.
     """
+    assert not cache.kt_is_mean
     torch.ops.rocketkv_cuda.compact(
         cache.kv, cache.kt, prompt_blocks, private_blocks, kept, cache.kv_kind, cache.kt_kind, cache.page_size
     )

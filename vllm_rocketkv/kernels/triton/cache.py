@@ -23,7 +23,8 @@ class CacheView:
     """``[num_blocks, num_kv_heads, block_size, 2 * head_size]``: key, then value; the last stride is 1."""
     kt: torch.Tensor
     """``[num_blocks, num_kv_heads, head_size, 2 (min, max), block_size / page_size]``, contiguous within a block: the one of min
-    and max that a query's sign asks for is one run of memory over the pages of a block. No pages without a KT table."""
+    and max that a query's sign asks for is one run of memory over the pages of a block. Both are the mean if ``kt_is_mean``. No
+    pages without a KT table."""
     kv_kind: int
     kt_kind: int
     page_size: int
@@ -31,6 +32,8 @@ class CacheView:
     key_scale: float = 1.0
     """A stored key times this is the real one; 1 but for fp8. KT bounds are in stored units, too."""
     value_scale: float = 1.0
+    kt_is_mean: bool = False
+    """A KT page holds the mean of its keys (float32, rounded to nearest), not their bounds."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -61,6 +64,7 @@ def cache_view(
     page_size: int,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    kt_is_mean: bool = False,
 ) -> CacheView:
     """View vLLM's tensor of a layer, and the KT tables ``kt_offset_bytes`` behind the start of each of its blocks.
 
@@ -84,4 +88,4 @@ def cache_view(
     strides = (block_bytes // size, width * pages, 2 * pages, pages, 1)
     storage = torch.empty(0, dtype=code, device=kv_cache.device).set_(kv_cache.untyped_storage())
     kt = storage.as_strided(shape, strides, start // size)
-    return CacheView(kv, kt, kv_kind, kt_kind, page_size, key_scale, value_scale)
+    return CacheView(kv, kt, kv_kind, kt_kind, page_size, key_scale, value_scale, kt_is_mean)

@@ -6,12 +6,13 @@ Reads      ``num_kept * Hkv`` tokens of ``2 * D`` elements, each one run of memo
 Writes     as many, and ``num_kept / page_size * Hkv`` KT entries of ``2 * D`` elements
 =========  ===========================================================================================================
 
-Once per prompt and layer. The keys that a page's bounds are taken from are in registers when they are copied, so that the KT
-table costs no further reads.
+Once per prompt and layer. The keys that a page's bounds or mean are taken from are in registers when they are copied, so that
+the KT table costs no further reads.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,19 +22,8 @@ import triton.language as tl
 
 from vllm_rocketkv.kernels.triton.cache import CacheView
 from vllm_rocketkv.kernels.triton.launch import NUM_STAGES, CompileCase, padded
-from vllm_rocketkv.kernels.triton.numbers import decode_number, encode_bound
-
-
-@triton.jit
-def store_bounds(kt, place, dims, mask, low, high, PAGES_PER_BLOCK: tl.constexpr, KT_KIND: tl.constexpr):
-    """Write KT entries: minima rounded down, maxima rounded up (I8).
-
-    ``place`` int64 ``[pages, 1]`` is where each page's minimum of dimension 0 lies behind ``kt``; ``low``, ``high`` and ``mask``
-    ``[pages, dims]``.
-    """
-    at = kt + place + dims * (2 * PAGES_PER_BLOCK)
-    tl.store(at, encode_bound(low, False, KT_KIND).to(kt.dtype.element_ty), mask=mask)
-    tl.store(at + PAGES_PER_BLOCK, encode_bound(high, True, KT_KIND).to(kt.dtype.element_ty), mask=mask)
+from vllm_rocketkv.kernels.triton.numbers import decode_number
+from vllm_rocketkv.kernels.triton.page import add_keys, no_keys, store_summary
 
 
 @triton.jit(do_not_specialize=["num_kept"])
@@ -57,6 +47,7 @@ def _compact(
     STEPS: tl.constexpr,  # tiles are ROWS * STEPS tokens
     KV_KIND: tl.constexpr,
     KT_KIND: tl.constexpr,
+    KT_IS_MEAN: tl.constexpr,
 ):
     """One program copies a tile of tokens of one KV head: grid (Hkv, tiles)."""
     head = tl.program_id(0).to(tl.int64)
@@ -64,8 +55,7 @@ def _compact(
     dims = tl.arange(0, DIMS)[None, :]
     kv += head * kv_head_stride
     kept += head * num_kept
-    low = tl.full([PAGES, DIMS], float("inf"), tl.float32)
-    high = tl.full([PAGES, DIMS], float("-inf"), tl.float32)
+    summary = no_keys(tl.zeros([PAGES, DIMS], tl.float32), KT_IS_MEAN)
     for step in range(STEPS):
         position = first + step * ROWS + tl.arange(0, ROWS)
         exists = position < num_kept
@@ -81,18 +71,19 @@ def _compact(
         tl.store(kv + target[:, None] + D + dims, value, mask=mask)
         if PAGE:
             of_pages = tl.reshape(decode_number(key, KV_KIND), [PAGES, ROWS // PAGES, DIMS])
-            low = tl.minimum(low, tl.min(of_pages, 1))
-            high = tl.maximum(high, tl.max(of_pages, 1))
+            summary = add_keys(summary, of_pages, 1, KT_IS_MEAN)
     if PAGE:
         page = first // PAGE + tl.arange(0, PAGES)
         is_full = (page + 1) * PAGE <= num_kept
         block = tl.load(private_blocks + page // (BLOCK // PAGE), mask=is_full, other=0).to(tl.int64)
         place = block * kt_block_stride + head * (2 * D * (BLOCK // PAGE)) + page % (BLOCK // PAGE)
         mask = is_full[:, None] & (dims < D)
-        store_bounds(kt, place[:, None], dims, mask, low, high, BLOCK // PAGE, KT_KIND)
+        store_summary(kt, place[:, None], dims, mask, summary, PAGE, BLOCK // PAGE, KT_KIND, KT_IS_MEAN)
 
 
-def _constants(head_size: int, block_size: int, page_size: int, kv_kind: int, kt_kind: int) -> dict[str, Any]:
+def _constants(
+    head_size: int, block_size: int, page_size: int, kv_kind: int, kt_kind: int, kt_is_mean: bool = False
+) -> dict[str, Any]:
     dims = padded(head_size)
     rows = max(1, 2048 // dims)  # 16 numbers for each thread
     return {
@@ -105,6 +96,7 @@ def _constants(head_size: int, block_size: int, page_size: int, kv_kind: int, kt
         "STEPS": max(1, page_size // rows),
         "KV_KIND": kv_kind,
         "KT_KIND": kt_kind,
+        "KT_IS_MEAN": kt_is_mean,
     }
 
 
@@ -119,7 +111,8 @@ def compact(cache: CacheView, prompt_blocks: torch.Tensor, private_blocks: torch
     """Copy each KV head's kept tokens to positions 0 .. num_kept - 1 of the private blocks, with the KT entries of full pages.
 
     ``prompt_blocks`` int32 ``[n]``, ``private_blocks`` int32 ``[e]``, ``kept`` int32 ``[Hkv, num_kept]`` positions in the prompt.
-    Copies are exact, bounds are those of stored numbers (without any fp8 scale), and the rest of the private blocks is left.
+    Copies are exact, bounds and means are those of stored numbers (without any fp8 scale), and the rest of the private blocks is
+    left.
     """
     num_kv_heads, num_kept = kept.shape
     assert num_kv_heads == cache.num_kv_heads
@@ -129,7 +122,8 @@ def compact(cache: CacheView, prompt_blocks: torch.Tensor, private_blocks: torch
     assert kept.is_contiguous()
     if num_kept == 0:
         return
-    constants = _constants(cache.head_size, cache.block_size, cache.page_size, cache.kv_kind, cache.kt_kind)
+    kinds = cache.kv_kind, cache.kt_kind, cache.kt_is_mean
+    constants = _constants(cache.head_size, cache.block_size, cache.page_size, *kinds)
     grid = (num_kv_heads, triton.cdiv(num_kept, constants["ROWS"] * constants["STEPS"]))
     _compact[grid](
         cache.kv,
@@ -147,14 +141,20 @@ def compact(cache: CacheView, prompt_blocks: torch.Tensor, private_blocks: torch
     )
 
 
+PAGES_TO_COMPILE = tuple(itertools.product((0, 1, 4, 16, 64), (False,))) + tuple(
+    itertools.product((1, 2, 4, 64), (True,))
+)
+"""Tokens of a page and whether it holds a mean."""
+
+
 def compile_cases() -> Iterator[CompileCase]:
     """Configurations that can be launched; pages up to a block of the largest usual size."""
     for head_size in (64, 128, 256):
         for kv_name, kv_kind, kv_code in (("bf16", 1, "*i16"), ("e4m3", 3, "*u8")):
             for kt_name, kt_kind, kt_code in (("bf16", 1, "*i16"), ("e5m2", 4, "*u8")):
-                for page_size in (0, 1, 4, 16, 64) if kt_kind == 1 else (1, 4, 16, 64):
+                for page_size, is_mean in PAGES_TO_COMPILE[int(kt_kind != 1) :]:
                     yield CompileCase(
-                        f"compact D={head_size} KV={kv_name} KT={kt_name} page={page_size}",
+                        f"compact D={head_size} KV={kv_name} KT={kt_name} page={page_size}{' mean' if is_mean else ''}",
                         _compact,
                         {
                             "kv": kv_code,
@@ -168,6 +168,6 @@ def compile_cases() -> Iterator[CompileCase]:
                             "kv_token_stride": "i32",
                             "kt_block_stride": "i32",
                         },
-                        _constants(head_size, 64, page_size, kv_kind, kt_kind),
+                        _constants(head_size, 64, page_size, kv_kind, kt_kind, is_mean),
                         **_launch_options(page_size),
                     )

@@ -9,7 +9,8 @@
 =============  ==================================================================================
 
 Bytes that a program reads: of its KT table one of minimum and maximum for each dimension read, ``topr * pages * sizeof(KT)``,
-and the selected tokens' keys and values, ``topk * 2 * D * sizeof(KV)``. At D = 128, 2,048 cached tokens in pages of 4, all
+and the selected tokens' keys and values, ``topk * 2 * D * sizeof(KV)``. (Estimator quest reads all dimensions, and both where
+the group's query heads have both signs; mean, one of all.) At D = 128, 2,048 cached tokens in pages of 4, all
 dimensions, fp8 KT, bf16 K and V, top-k 256 that is 64 KB + 128 KB = 192 KB; it writes 2 * G * D bytes.
 
 What memory really moves are sectors of 32 bytes. The bounds of one dimension and kind are a run of ``block_size / page_size``
@@ -33,56 +34,24 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_rocketkv.kernels.options import DecodeOptions
+from vllm_rocketkv.kernels.options import ESTIMATORS, DecodeOptions, Estimator
+from vllm_rocketkv.kernels.triton.attend import attend_tokens
 from vllm_rocketkv.kernels.triton.cache import CacheView
-from vllm_rocketkv.kernels.triton.estimate import add_softmax, list_tokens, page_logits, prepare_estimate
-from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, NUM_STAGES, CompileCase, dot, padded
-from vllm_rocketkv.kernels.triton.numbers import CODES, KINDS, decode_number
-from vllm_rocketkv.kernels.triton.select import choose_tokens, forced_bounds
+from vllm_rocketkv.kernels.triton.estimate import (
+    add_softmax,
+    list_tokens,
+    page_logits,
+    prepare_estimate,
+    prepare_sums,
+)
+from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, NUM_STAGES, CompileCase, padded
+from vllm_rocketkv.kernels.triton.numbers import CODES, KINDS
+from vllm_rocketkv.kernels.triton.select import choose_tokens, forced_bounds, score_keys, sum_keys
 
 MAX_CAPACITY = 8192
 """Most cached tokens of a row that this kernel is meant for: all its pages' logits are held in registers."""
 MAX_LOGITS = 32768
 """Most logits (query heads x pages) that a program holds."""
-
-
-# ------------------------------------------------------------------------------------------------ attention
-
-
-@triton.jit
-def operand(codes, KIND: tl.constexpr, DOT_TYPE: tl.constexpr):
-    """Stored codes as numbers of the products' type; exact (``dot_type``)."""
-    if (KIND == 1 and DOT_TYPE.is_bf16()) or (KIND == 2 and DOT_TYPE.is_fp16()):
-        return codes.to(DOT_TYPE, bitcast=True)
-    else:
-        return decode_number(codes, KIND).to(DOT_TYPE)
-
-
-@triton.jit
-def attend_tokens(
-    state, q, kv, key, is_read, scale, softcap,
-    D: tl.constexpr, D_PAD: tl.constexpr, KV_KIND: tl.constexpr, DOT_TYPE: tl.constexpr, SOFTCAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over a few tokens more. ``state``: maximum and sum ``[heads]``, accumulator ``[heads, D_PAD]``; ``key``
-    int64 ``[tokens]``: where in ``kv`` each key begins, its value behind it."""
-    largest, total, accumulator = state
-    d = tl.arange(0, D_PAD)
-    mask = is_read[:, None] & (d < D)[None, :]
-    where = kv + key[:, None] + d[None, :]
-    keys = operand(tl.load(where, mask=mask, other=0), KV_KIND, DOT_TYPE)
-    values = operand(tl.load(where + D, mask=mask, other=0), KV_KIND, DOT_TYPE)
-    logits = dot(q, tl.trans(keys), INTERPRETED) * scale
-    if SOFTCAP:
-        logits = softcap * (1.0 - 2.0 / (1.0 + tl.exp(logits * (2.0 / softcap))))  # softcap * tanh(logits / softcap)
-    logits = tl.where(is_read[None, :], logits, float("-inf"))
-    now = tl.maximum(largest, tl.max(logits, axis=1))
-    base = tl.where(now == float("-inf"), 0.0, now)  # until a token is read
-    weights = tl.exp(logits - base[:, None])
-    decay = tl.exp(largest - base)
-    total = total * decay + tl.sum(weights, axis=1)
-    accumulator = accumulator * decay[:, None] + dot(weights.to(DOT_TYPE), values, INTERPRETED)
-    return now, total, accumulator
 
 
 # ------------------------------------------------------------------------------------------------ the kernel
@@ -96,13 +65,14 @@ def decode_kernel(
     scale, softcap, key_scale, value_scale, dense_below, topk_tokens, sink_tokens, recent_tokens,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, CAPACITY: tl.constexpr,
     KV_KIND: tl.constexpr, KT_KIND: tl.constexpr, BY_PAGE: tl.constexpr, ADAPTIVE: tl.constexpr, SOFTCAP: tl.constexpr,
+    ESTIMATOR: tl.constexpr, NOTES: tl.constexpr, NUM_QUERIES: tl.constexpr,
     G_PAD: tl.constexpr, G_DOT: tl.constexpr, D_PAD: tl.constexpr, NUM_PAGES: tl.constexpr, HEADS: tl.constexpr,
     VECTOR: tl.constexpr, UNROLL: tl.constexpr, TOKENS: tl.constexpr, DOT_TYPE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One row and KV head of a decode step; grid ``(R, Hkv)``. Tensors as in ``decode``; workspace as in ``DecodeWorkspace``.
 
-    In phases, each waiting for the one before it: ``prepare_estimate``; ``page_logits``, softmax, ``choose_tokens`` and
-    ``list_tokens``; attention over the list, ``TOKENS`` at a time.
+    In phases, each waiting for the one before it: ``prepare_estimate`` or ``prepare_sums``; ``page_logits``, softmax,
+    ``choose_tokens`` and ``list_tokens``; attention over the list, ``TOKENS`` at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -122,33 +92,41 @@ def decode_kernel(
         program = row * tl.num_programs(1) + kv_head
         chosen += program * (3 * NUM_PAGES)
         if num_tokens > dense_below:
-            topr = tl.minimum(tl.load(rows + 6 * row + 4), D)
-            dims += program * (2 * D_PAD)
-            scaled_query += program * (G_PAD * D_PAD)
+            dims += program * (2 * NOTES)
+            scaled_query += program * (NUM_QUERIES * NOTES)
             num_full = num_tokens // PAGE_SIZE
             num_newest = num_tokens % PAGE_SIZE
             newest = num_full * PAGE_SIZE
             newest_block = tl.load(blocks + newest // BLOCK_SIZE, mask=num_newest > 0, other=0)
-            keys = (
-                kv + newest_block.to(tl.int64) * kv_block_stride + (newest % BLOCK_SIZE).to(tl.int64) * kv_token_stride
-            )
-            prepare_estimate(query, query_head_stride, keys, kv_token_stride, num_newest, topr, key_scale, dims, scaled_query,
-                             G, G_PAD, D, D_PAD, PAGE_SIZE, KV_KIND, KT_KIND, ADAPTIVE)  # fmt: skip
+            newest_keys = kv + newest_block.to(tl.int64) * kv_block_stride
+            newest_keys += (newest % BLOCK_SIZE).to(tl.int64) * kv_token_stride
+            if ESTIMATOR == 0:
+                num_read = tl.minimum(tl.load(rows + 6 * row + 4), D)
+                prepare_estimate(query, query_head_stride, newest_keys, kv_token_stride, num_newest, num_read, key_scale, dims,
+                                 scaled_query, G, G_PAD, D, D_PAD, PAGE_SIZE, KV_KIND, KT_KIND, ADAPTIVE)  # fmt: skip
+            else:
+                num_read = prepare_sums(query, query_head_stride, newest_keys, kv_token_stride, num_newest, dims, scaled_query,
+                                        G, G_PAD, D, D_PAD, PAGE_SIZE, KV_KIND, KT_KIND, ESTIMATOR == 2)  # fmt: skip
             tl.debug_barrier()
 
             PAGES: tl.constexpr = BLOCK_SIZE // PAGE_SIZE
             page = tl.arange(0, NUM_PAGES)[None, :]
             block = tl.load(blocks + page // PAGES, mask=page // VECTOR * VECTOR < num_full, other=0)
             table = kt + kv_head.to(tl.int64) * (D * 2 * PAGES) + block.to(tl.int64) * kt_block_stride + page % PAGES
-            size = tl.minimum(tl.maximum(num_tokens - page * PAGE_SIZE, 0), PAGE_SIZE)
-            scores = tl.zeros([1, NUM_PAGES], tl.float32)
-            for head in range(0, G, HEADS):
-                logits = page_logits(table, page, num_full, dims, scaled_query + head * D_PAD, G - head, topr,
-                                     HEADS, D_PAD, PAGES, KT_KIND, NUM_PAGES, VECTOR, UNROLL)  # fmt: skip
-                scores = add_softmax(scores, logits, size, G - head, G, HEADS)
+            if ESTIMATOR == 0:
+                size = tl.minimum(tl.maximum(num_tokens - page * PAGE_SIZE, 0), PAGE_SIZE)
+                scores = tl.zeros([1, NUM_PAGES], tl.float32)
+                for head in range(0, G, HEADS):
+                    logits = page_logits(table, page, num_full, dims, scaled_query + head * D_PAD, G - head, num_read,
+                                         HEADS, D_PAD, PAGES, KT_KIND, NUM_PAGES, VECTOR, UNROLL)  # fmt: skip
+                    scores = add_softmax(scores, logits, size, G - head, G, HEADS)
+                keys = score_keys(scores)
+            else:
+                keys = sum_keys(page_logits(table, page, num_full, dims, scaled_query, 1, num_read,
+                                            1, NOTES, PAGES, KT_KIND, NUM_PAGES, VECTOR, UNROLL))  # fmt: skip
             sink_end, recent_start = forced_bounds(num_tokens, sink_tokens, recent_tokens, PAGE_SIZE, BY_PAGE)
             is_listed, limit = choose_tokens(
-                scores, page, num_tokens, topk_tokens, sink_end, recent_start, PAGE_SIZE, BY_PAGE
+                keys, page, num_tokens, topk_tokens, sink_end, recent_start, PAGE_SIZE, BY_PAGE
             )
             block = tl.where(page == num_full, newest_block, block)
             length = list_tokens(chosen, page, block, is_listed, limit, PAGE_SIZE) * PAGE_SIZE
@@ -197,9 +175,9 @@ class DecodeWorkspace:
     capacity_tokens: int
     """Rows with more cached tokens are left to the split variant."""
     dims: torch.Tensor
-    """int32 ``[max_rows, num_kv_heads, D, 2]``, D padded: ``prepare_estimate``."""
+    """int32 ``[max_rows, num_kv_heads, notes, 2]``: ``prepare_estimate``. Notes are D, padded, or twice as many."""
     scaled_query: torch.Tensor
-    """float32 ``[max_rows, num_kv_heads, G, D]``, both padded: ``prepare_estimate``."""
+    """float32 ``[max_rows, num_kv_heads, queries, notes]``: ``prepare_estimate``. Queries are G, padded, or one for the group."""
     chosen: torch.Tensor
     """int32 ``[max_rows, num_kv_heads, pages, 3]``: ``list_tokens``."""
 
@@ -218,18 +196,19 @@ class DecodeWorkspace:
         capacity_tokens: int,
         page_size: int,
         device: torch.device | str,
+        estimator: Estimator = "hsa",
     ) -> DecodeWorkspace:
         """Memory for steps of up to ``max_rows`` rows; ``page_size`` 0 without a KT table."""
         assert capacity_tokens <= MAX_CAPACITY or page_size == 0
-        group, dim = padded(num_query_heads // num_kv_heads), padded(head_size)
+        queries, notes = note_shape(num_query_heads // num_kv_heads, head_size, estimator)
         pages = num_pages(capacity_tokens, page_size)
         if page_size == 0:
-            group = dim = 0
+            queries = notes = 0
         lead = max_rows, num_kv_heads
         return cls(
             capacity_tokens,
-            torch.zeros(*lead, dim, 2, dtype=torch.int32, device=device),
-            torch.zeros(*lead, group, dim, dtype=torch.float32, device=device),
+            torch.zeros(*lead, notes, 2, dtype=torch.int32, device=device),
+            torch.zeros(*lead, queries, notes, dtype=torch.float32, device=device),
             torch.zeros(*lead, pages, 3, dtype=torch.int32, device=device),
         )
 
@@ -237,6 +216,13 @@ class DecodeWorkspace:
 def num_pages(capacity_tokens: int, page_size: int) -> int:
     """Pages that a program has room for."""
     return padded(-(-capacity_tokens // page_size)) if page_size else 1
+
+
+def note_shape(group: int, head_size: int, estimator: Estimator) -> tuple[int, int]:
+    """Queries that meet the pages, and rows of the KT table that each of them may read."""
+    if estimator == "hsa":
+        return padded(group), padded(head_size)
+    return 1, padded(head_size) * (2 if estimator == "quest" else 1)
 
 
 def dot_type(model_dtype: torch.dtype, kv_kind: int) -> Any:
@@ -262,6 +248,7 @@ def launch_constants(
     """The kernel's ``tl.constexpr`` arguments."""
     pages = num_pages(capacity_tokens, page_size)
     operands = dot_type(model_dtype, kv_kind)
+    queries, notes = note_shape(group, head_size, options.estimator)
     return {
         "G": group,
         "D": head_size,
@@ -273,11 +260,14 @@ def launch_constants(
         "BY_PAGE": options.by_page,
         "ADAPTIVE": options.adaptive,
         "SOFTCAP": options.softcap > 0,
+        "ESTIMATOR": ESTIMATORS.index(options.estimator),
+        "NOTES": notes,
+        "NUM_QUERIES": queries,
         "G_PAD": padded(group),
         "G_DOT": padded(group, MIN_DOT),
         "D_PAD": padded(head_size),
         "NUM_PAGES": pages,
-        "HEADS": min(padded(group), 8, max(1, MAX_LOGITS // pages)),
+        "HEADS": min(queries, 8, max(1, MAX_LOGITS // pages)),
         "VECTOR": math.gcd(block_size // page_size, 4) if page_size else 1,
         "UNROLL": 16 if num_warps(pages, head_size) == 4 else 8,  # loads in flight: few threads need more of them each
         "TOKENS": 32 if operands is tl.float32 or head_size > 128 else 64,
@@ -335,6 +325,7 @@ def decode(
     assert num_rows <= workspace.max_rows
     assert query.stride(2) == output.stride(2) == rows_table.stride(1) == block_table.stride(1) == 1
     assert rows_table.stride(0) == 6
+    assert cache.kt_is_mean == (options.estimator == "mean") or cache.page_size == 0
     if num_rows == 0:
         return
     constants = launch_constants(
@@ -348,6 +339,8 @@ def decode(
         cache.kt_kind,
         options,
     )
+    notes = constants["NUM_QUERIES"], constants["NOTES"]
+    assert workspace.scaled_query.shape[2:] == notes or cache.page_size == 0, "a workspace for another estimator"
     decode_kernel[(num_rows, cache.num_kv_heads)](
         query,
         query.stride(0),
@@ -384,13 +377,16 @@ def decode(
 def compile_cases() -> Iterator[CompileCase]:
     """What ``decode`` launches: head sizes, groups, types and capacities that a server may have, in pages of 4."""
     options = DecodeOptions(0.1, 0.0, 384, 256, 4, 4, by_page=False, adaptive=True)
+    by_sums = [DecodeOptions(0.1, 0.0, 384, 256, 0, 0, True, True, estimator) for estimator in ("quest", "mean")]
     kv_kinds = KINDS[torch.bfloat16], KINDS[torch.float8_e4m3fn]
     kt_kinds = KINDS[torch.bfloat16], KINDS[torch.float8_e5m2]
     axes = itertools.product((64, 128, 256), (1, 4, 8), kv_kinds, kt_kinds, (2048, 4096, MAX_CAPACITY))
     for head_size, group, kv_kind, kt_kind, capacity in axes:
-        constants = launch_constants(torch.bfloat16, group, head_size, 128, 4, capacity, kv_kind, kt_kind, options)
-        name = f"decode-D{head_size}-G{group}-kv{kv_kind}-kt{kt_kind}-{capacity}"
-        yield CompileCase(name, decode_kernel, _signature(constants), constants, **launch_options(constants))
+        for chosen in [options, *by_sums] if group == 8 and capacity != 4096 else [options]:
+            constants = launch_constants(torch.bfloat16, group, head_size, 128, 4, capacity, kv_kind, kt_kind, chosen)
+            name = f"decode-D{head_size}-G{group}-kv{kv_kind}-kt{kt_kind}-{capacity}"
+            name += "" if chosen is options else f"-{chosen.estimator}"
+            yield CompileCase(name, decode_kernel, _signature(constants), constants, **launch_options(constants))
 
 
 def _signature(constants: Mapping[str, Any]) -> dict[str, str]:

@@ -7,12 +7,13 @@ yet. Every stage is a launch; ``S`` splits share its work, each with a contiguou
 
 1. ``estimate_kernel`` (``split_estimate.py``): logits of pages, and each split's softmax statistics
 2. ``score_kernel`` (``split_select.py``): scores as integer keys, and what pages weigh by the highest eight bits of theirs
+   (for estimators quest and mean, ``sum_kernel`` of ``split_sums.py`` and ``digit_kernel`` in place of both)
 3. ``digit_kernel``, three times: the next bits of the key at the budget's edge
 4. ``gather_kernel``: the pages to read and how much of each, ascending
 5. ``attend_kernel``, ``combine_kernel`` (``combine.py``)
 
 Nothing depends on what the host knows of lengths: grids come from shapes, programs without work end at once, and all memory is
-in a ``SplitWorkspace``. The formulas are in ``kernels/reference.py`` (``hsa_scores``, ``hsa_choose``).
+in a ``SplitWorkspace``. The formulas are in ``kernels/reference.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from vllm_rocketkv.kernels.triton.launch import INTERPRET, MIN_DOT, NUM_STAGES, 
 from vllm_rocketkv.kernels.triton.numbers import CODES, KINDS
 from vllm_rocketkv.kernels.triton.split_estimate import estimate_kernel
 from vllm_rocketkv.kernels.triton.split_select import BINS, digit_kernel, gather_kernel, score_kernel
+from vllm_rocketkv.kernels.triton.split_sums import sum_kernel
 
 DIGITS = 4
 """Digits of a key."""
@@ -154,10 +156,11 @@ class SplitConfig:
     kv_vector: int
     """Adjacent numbers of the cache that one load takes: 16 bytes, if strides are multiples of that."""
     kt_vector: int
+    is_mean: bool = False
 
     def constants(self, kernel: Any) -> dict[str, Any]:
         """Values of the kernel's ``tl.constexpr`` arguments but ``DIGIT``."""
-        group_padded = padded(self.group, 1 if kernel is score_kernel else MIN_DOT)
+        group_padded = padded(self.group, 1 if kernel in (score_kernel, sum_kernel) else MIN_DOT)
         # Bounds of these kinds are bfloat16 numbers; a float16 query is two of them.
         pieces = {1: 1, 2: 2}.get(self.query_kind, 0) if self.kt_kind in (1, 3, 4) else 0
         is_exact = self.query_kind in (1, 2) and self.kv_kind in (self.query_kind, 3, 4)
@@ -173,6 +176,7 @@ class SplitConfig:
             "PIECES": pieces,
             "OPERAND": self.query_kind if is_exact else 0,
             "ADAPTIVE": self.adaptive,
+            "IS_MEAN": self.is_mean,
             "BY_PAGE": self.by_page,
             "HAS_SOFTCAP": self.has_softcap,
             "NUM_SPLITS": self.num_splits,
@@ -189,7 +193,7 @@ class SplitConfig:
     def num_warps(self, kernel: Any) -> int:
         """Warps of a program."""
         is_large = kernel is attend_kernel and padded(self.group, MIN_DOT) * padded(self.head_size) >= 8192
-        return 8 if is_large or kernel is estimate_kernel else 4
+        return 8 if is_large or kernel in (estimate_kernel, sum_kernel) else 4
 
 
 def _vector(codes: torch.Tensor, *sizes: int) -> int:
@@ -215,6 +219,7 @@ def _config(query: torch.Tensor, cache: CacheView, options: DecodeOptions, works
         workspace.select_tile,
         _vector(cache.kv, *cache.kv.stride()[:3], cache.head_size),
         _vector(cache.kt, cache.kt.stride(0), pages),
+        cache.kt_is_mean,
     )
 
 
@@ -244,6 +249,7 @@ def decode_split(
         )
     assert query.stride(2) == output.stride(2) == block_table.stride(1) == cache.kv.stride(3) == 1
     assert rows_table.stride() == (6, 1) or num_rows == 0
+    assert cache.kt_is_mean == (options.estimator == "mean") or cache.page_size == 0
     if num_rows == 0 or min_tokens >= workspace.capacity_tokens:
         return
     arguments = {
@@ -284,12 +290,17 @@ def decode_split(
         kernel[grid](**given, **constants, num_warps=config.num_warps(kernel), num_stages=NUM_STAGES)
 
     if cache.page_size and options.dense_below < workspace.capacity_tokens:
-        launch(estimate_kernel, grid)
-        launch(score_kernel, grid)
+        first_digit = 1
+        if options.estimator == "hsa":
+            launch(estimate_kernel, grid)
+            launch(score_kernel, grid)
+        else:
+            launch(sum_kernel, grid)
+            first_digit = 0
         if select is not None:
             workspace.list_pages(select, rows_table, options, max(options.dense_below, min_tokens))
         else:
-            for digit in range(1, DIGITS):
+            for digit in range(first_digit, DIGITS):
                 launch(digit_kernel, grid, DIGIT=digit)
             launch(gather_kernel, grid)
     launch(attend_kernel, grid)
@@ -331,7 +342,10 @@ def compile_cases() -> Iterator[CompileCase]:
         if (head_size, kv_kind, kt_kind) == (64, 1, 1):
             yield _case(score_kernel, f"G{group}", config)
             yield _case(gather_kernel, f"G{group}", config)
-    for digit in range(1, DIGITS):
+        for is_mean in (False, True) if group == 8 else ():
+            summary = "mean" if is_mean else "quest"
+            yield _case(sum_kernel, f"{sizes} kv{kv_kind} kt{kt_kind} {summary}", replace(config, is_mean=is_mean))
+    for digit in range(DIGITS):
         yield _case(digit_kernel, f"digit {digit}", config, DIGIT=digit)
 
 

@@ -2,7 +2,7 @@
 """Estimation in the fused decode kernel: from the KT table to the scores of pages, and the list of the chosen ones.
 
 In registers but for notes in the workspace, by which threads tell each other what each dimension takes: a loop cannot index
-registers. ``hsa_scores`` of ``kernels/reference.py`` has the formulas.
+registers. ``kernels/reference.py`` has the formulas: ``hsa_scores``, ``quest_scores`` and ``mean_scores``.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_rocketkv.kernels.triton.numbers import decode_bound, decode_number, encode_bound
+from vllm_rocketkv.kernels.triton.numbers import decode_bound, decode_number
+from vllm_rocketkv.kernels.triton.page import add_some_keys, no_keys, summary_codes
 from vllm_rocketkv.kernels.triton.select import score_keys, take_best
 
 # ------------------------------------------------------------------------------------------------ what to read of the KT table
 
 
 @triton.jit
-def newest_page(keys, key_token_stride, size, up, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
-                KV_KIND: tl.constexpr, KT_KIND: tl.constexpr):  # fmt: skip
-    """KT codes int32 ``[1, D_PAD]`` of a page's first ``size`` keys: maxima where ``up``, else minima, rounded outward."""
+def newest_page(keys, key_token_stride, size, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                KV_KIND: tl.constexpr, KT_KIND: tl.constexpr, IS_MEAN: tl.constexpr):  # fmt: skip
+    """KT codes int32 ``[1, D_PAD]`` of a page's first ``size`` keys, as if it had an entry: its minima and maxima, or its mean
+    twice."""
     TOKENS: tl.constexpr = PAGE_SIZE if PAGE_SIZE < 16 else 16
     d = tl.arange(0, D_PAD)[None, :]
-    low = tl.full([1, D_PAD], float("inf"), tl.float32)
-    high = tl.full([1, D_PAD], float("-inf"), tl.float32)
+    summary = no_keys(tl.zeros([1, D_PAD], tl.float32), IS_MEAN)
     for first in range(0, size, TOKENS):
         token = first + tl.arange(0, TOKENS)[:, None]
         is_real = (token < size) & (d < D)
         key = decode_number(tl.load(keys + token * key_token_stride + d, mask=is_real, other=0), KV_KIND)
-        low = tl.minimum(low, tl.min(tl.where(is_real, key, float("inf")), axis=0, keep_dims=True))
-        high = tl.maximum(high, tl.max(tl.where(is_real, key, float("-inf")), axis=0, keep_dims=True))
-    return tl.where(up, encode_bound(high, True, KT_KIND), encode_bound(low, False, KT_KIND))
+        summary = add_some_keys(summary, key, is_real, IS_MEAN, True)
+    return summary_codes(summary, tl.maximum(size, 1), KT_KIND, IS_MEAN)
 
 
 @triton.jit
@@ -64,8 +64,47 @@ def prepare_estimate(
         share = tl.where(read > 0, read / total, 1.0)
     tl.store(scaled_query + g * D_PAD + place, q * (key_scale / tl.sqrt(D * share)), mask=is_real & is_read)
     tl.store(dims + 2 * place, 2 * d + up.to(tl.int32), mask=is_read)
-    newest = newest_page(keys, key_token_stride, num_newest, up, D, D_PAD, PAGE_SIZE, KV_KIND, KT_KIND)
-    tl.store(dims + 2 * place + 1, newest, mask=is_read)
+    low, high = newest_page(keys, key_token_stride, num_newest, D, D_PAD, PAGE_SIZE, KV_KIND, KT_KIND, False)
+    tl.store(dims + 2 * place + 1, tl.where(up, high, low), mask=is_read)
+
+
+@triton.jit
+def prepare_sums(
+    query, query_head_stride, keys, key_token_stride, num_newest, dims, summed_query,
+    G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, KV_KIND: tl.constexpr, KT_KIND: tl.constexpr, IS_MEAN: tl.constexpr,
+):  # fmt: skip
+    """As ``prepare_estimate`` for the estimators that meet pages with one query for the whole group. Returns how many rows of the
+    KT table are read: those whose factor is 0 are not.
+
+    Quest's query has a factor for each minimum, the sum of the group's negative numbers, and one for each maximum, the sum of
+    its positive ones; the rows are in the order of the table. The other's is the sum of the group, which ranks as its mean does.
+    """
+    g = tl.arange(0, G_PAD)[:, None]
+    d = tl.arange(0, D_PAD)[None, :]
+    q = tl.load(query + g * query_head_stride + d, mask=(g < G) & (d < D), other=0.0).to(tl.float32)
+    low, high = newest_page(keys, key_token_stride, num_newest, D, D_PAD, PAGE_SIZE, KV_KIND, KT_KIND, IS_MEAN)
+    # A sum that is not a number is read, and makes scores that are none: hence not "> 0".
+    if IS_MEAN:
+        of_low = tl.sum(q, axis=0, keep_dims=True)
+        takes_low = of_low != 0.0
+        place = tl.cumsum(takes_low.to(tl.int32), axis=1) - 1
+    else:
+        of_low = tl.sum(tl.where(q > 0, 0.0, q), axis=0, keep_dims=True)
+        of_high = tl.sum(tl.where(q < 0, 0.0, q), axis=0, keep_dims=True)
+        takes_low, takes_high = of_low != 0.0, of_high != 0.0
+        place = tl.cumsum(takes_low.to(tl.int32) + takes_high.to(tl.int32), axis=1) - 1
+        tl.store(dims + 2 * place, 2 * d + 1, mask=takes_high)
+        tl.store(dims + 2 * place + 1, high, mask=takes_high)
+        tl.store(summed_query + place, of_high, mask=takes_high)
+        place -= takes_high.to(tl.int32)
+    tl.store(dims + 2 * place, 2 * d, mask=takes_low)
+    tl.store(dims + 2 * place + 1, low, mask=takes_low)
+    tl.store(summed_query + place, of_low, mask=takes_low)
+    num_read = tl.sum(takes_low.to(tl.int32))
+    if not IS_MEAN:
+        num_read += tl.sum(takes_high.to(tl.int32))
+    return num_read
 
 
 # ------------------------------------------------------------------------------------------------ scores of pages

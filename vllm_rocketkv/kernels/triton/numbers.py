@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element types of the cache inside Triton kernels: how stored numbers become float32, and how bounds are rounded outward.
+"""Element types of the cache inside Triton kernels: how stored numbers become float32, and how they are rounded.
 
 A stored number is an integer code of its width, so that every type goes through the same instructions on every GPU (sm_80 has no
 conversions for fp8 e4m3) and in Triton's interpreter:
@@ -114,6 +114,52 @@ def _truncate(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     subnormal = tl.where(is_normal, 0.0, scaled).to(tl.int32)
     exact = tl.where(is_normal, (magnitude & ((1 << shift) - 1)) == 0, subnormal.to(tl.float32) == scaled)
     return tl.where(is_normal, normal, subnormal), exact
+
+
+@triton.jit
+def encode_number(x, KIND: tl.constexpr, SATURATES: tl.constexpr = True):
+    """Codes (int32) of float32 ``x`` rounded to nearest, ties to even.
+
+    Too large for float16 or bfloat16 is infinity; too large for fp8 is the largest finite number, infinity included, as vLLM's
+    CUDA op has it. (``csrc/cpu`` makes infinity of what e5m2 cannot hold, as torch does, and this where not ``SATURATES``.)
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    if KIND == 0:
+        return bits
+    elif KIND == 1:
+        rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
+        return tl.where(is_nan, 0x7FC0, rounded) | ((bits >> 16) & 0x8000)
+    elif KIND == 2:
+        return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    else:
+        if KIND == 3:
+            code = tl.minimum(_round_magnitude(magnitude, 3, 7), 0x7E)
+        else:
+            code = tl.minimum(_round_magnitude(magnitude, 2, 15), 0x7B if SATURATES else 0x7C)
+        return tl.where(is_nan, 0x7F, code) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _round_magnitude(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Code of float32 magnitude bits in a type with so many mantissa bits and such a bias, as if its exponents had no end."""
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    # Adding half of the last place, less one where that place is even, carries exactly when it must.
+    normal = magnitude - ((127 - BIAS) << 23)
+    normal = (normal + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT
+    # The last place of 2^(SHIFT + 1 - BIAS) in float32 is the least subnormal of the type: addition itself rounds to it.
+    least = tl.full(magnitude.shape, 2.0 ** (SHIFT + 1 - BIAS), tl.float32)
+    sum_of = magnitude.to(tl.float32, bitcast=True) + least
+    subnormal = sum_of.to(tl.int32, bitcast=True) - least.to(tl.int32, bitcast=True)
+    return tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
+
+
+@triton.jit
+def encode_mean(x, KIND: tl.constexpr):
+    """KT codes (int32) of a page's mean, float32 ``x``, rounded to nearest. It stops at +-2^64, or where the type does: e4m3 at
+    its largest number, as torch has it, the others at infinity."""
+    return encode_number(tl.minimum(tl.maximum(x, -LARGEST), LARGEST), KIND, KIND == 3)
 
 
 def as_codes(tensor: torch.Tensor) -> torch.Tensor:

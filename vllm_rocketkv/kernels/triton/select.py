@@ -20,6 +20,16 @@ def score_keys(scores):
 
 
 @triton.jit
+def sum_keys(sums):
+    """int32 keys below 2^30 that order as sums of either sign do, to 22 of their 24 bits, which is finer than sums of products
+    are exact; what is not a number ranks last. Zeros of both signs are one key."""
+    bits = sums.to(tl.int32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF) >> 2
+    key = (1 << 29) + tl.where(bits < 0, -magnitude, magnitude)
+    return tl.where(sums == sums, key, -1)
+
+
+@triton.jit
 def find_threshold(keys, weights, budget):
     """A key T such that those >= T weigh at least ``budget``, and those > T at most that (-1 if all together weigh less).
 
@@ -64,18 +74,17 @@ def forced_bounds(num_tokens, sink_tokens, recent_tokens, PAGE_SIZE: tl.constexp
 
 @triton.jit
 def choose_tokens(
-    scores, page, num_tokens, topk_tokens, sink_end, recent_start, PAGE_SIZE: tl.constexpr, BY_PAGE: tl.constexpr
+    keys, page, num_tokens, topk_tokens, sink_end, recent_start, PAGE_SIZE: tl.constexpr, BY_PAGE: tl.constexpr
 ):
     """``(is_listed, limit)`` of each page: whether any of its tokens is read, and which.
 
     Of a listed page, token ``t < num_tokens`` is read if and only if ``t < limit`` or ``t >= recent_start``. ``page`` are the
-    indices of the pages; ``sink_end`` and ``recent_start`` those of ``forced_bounds``.
+    indices of the pages and ``keys`` those of their scores; ``sink_end`` and ``recent_start`` those of ``forced_bounds``.
     """
     first = page * PAGE_SIZE
     size = tl.minimum(tl.maximum(num_tokens - first, 0), PAGE_SIZE)
     sinks = tl.minimum(tl.maximum(sink_end - first, 0), size)
     free = tl.maximum(tl.minimum(tl.maximum(recent_start - first, 0), size) - sinks, 0)
-    keys = score_keys(scores)
     if BY_PAGE:
         num_forced = tl.sum(((size > 0) & (free == 0)).to(tl.int32))
         budget = tl.maximum((topk_tokens + PAGE_SIZE - 1) // PAGE_SIZE, num_forced) - num_forced

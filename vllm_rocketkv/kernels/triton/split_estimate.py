@@ -12,7 +12,8 @@ import triton.language as tl
 
 from vllm_rocketkv.kernels.triton.combine import share_of
 from vllm_rocketkv.kernels.triton.launch import dot
-from vllm_rocketkv.kernels.triton.numbers import decode_bound, decode_number, encode_bound
+from vllm_rocketkv.kernels.triton.numbers import decode_bound, decode_number
+from vllm_rocketkv.kernels.triton.page import add_some_keys, no_keys, summary_codes
 from vllm_rocketkv.kernels.triton.select import score_keys, take_best
 
 
@@ -29,35 +30,45 @@ def dims_to_read(query, topr, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr
 
 
 @triton.jit
-def newest_bounds(
+def newest_codes(
     keys,  # the page's first key
     token_stride,
     count,  # of the page's tokens
-    is_max,
     HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     KV_KIND: tl.constexpr,
     KT_KIND: tl.constexpr,
+    IS_MEAN: tl.constexpr,
 ):
-    """Bounds ``[HEAD_PADDED]`` of a page that is not full and has no KT entry yet, rounded as if it had."""
+    """KT codes int32 ``[HEAD_PADDED]``, of a page that is not full and has no KT entry yet, rounded as if it had."""
     CHUNK: tl.constexpr = PAGE_SIZE if PAGE_SIZE < 16 else 16
     dim = tl.arange(0, HEAD_PADDED)
-    low = tl.full([HEAD_PADDED], float("inf"), tl.float32)
-    high = tl.full([HEAD_PADDED], float("-inf"), tl.float32)
+    summary = no_keys(tl.zeros([HEAD_PADDED], tl.float32), IS_MEAN)
     for start in range(0, count, CHUNK):
         token = start + tl.arange(0, CHUNK)
         is_key = (token < count)[:, None] & (dim < HEAD_SIZE)[None, :]
         code = tl.load(keys + token[:, None].to(tl.int64) * token_stride + dim[None, :], mask=is_key, other=0)
-        key = decode_number(code, KV_KIND)
-        low = tl.minimum(low, tl.min(tl.where(is_key, key, float("inf")), axis=0))
-        high = tl.maximum(high, tl.max(tl.where(is_key, key, float("-inf")), axis=0))
-    code = tl.where(is_max, encode_bound(high, True, KT_KIND), encode_bound(low, False, KT_KIND))
+        summary = add_some_keys(summary, decode_number(code, KV_KIND), is_key, IS_MEAN)
+    return summary_codes(summary, count, KT_KIND, IS_MEAN)
+
+
+@triton.jit
+def as_entry(code, HEAD_SIZE: tl.constexpr, HEAD_PADDED: tl.constexpr, KT_KIND: tl.constexpr):
+    """What the estimation reads for KT codes int32 ``[HEAD_PADDED]``."""
     if KT_KIND == 1 or KT_KIND == 2:
         code = code.to(tl.int16)
     elif KT_KIND >= 3:
         code = code.to(tl.uint8)
-    return tl.where(dim < HEAD_SIZE, decode_bound(code, KT_KIND), 0.0)
+    return tl.where(tl.arange(0, HEAD_PADDED) < HEAD_SIZE, decode_bound(code, KT_KIND), 0.0)
+
+
+@triton.jit
+def place_of(page, table, is_loaded, kt_block_stride, PAGES: tl.constexpr, KT_VECTOR: tl.constexpr):
+    """int64: where in ``kt`` the entries of pages lie, ``PAGES`` of which are in a block."""
+    block = tl.max_constancy(tl.load(table + page // PAGES, mask=is_loaded, other=0).to(tl.int64), KT_VECTOR)
+    in_block = tl.multiple_of(tl.max_contiguous(page % PAGES, KT_VECTOR), KT_VECTOR)
+    return tl.multiple_of(block * kt_block_stride, KT_VECTOR) + in_block
 
 
 @triton.jit
@@ -150,9 +161,10 @@ def estimate_kernel(
             first = num_full * PAGE_SIZE
             key_at = kv + tl.load(table + first // BLOCK_SIZE).to(tl.int64) * kv_block_stride
             key_at += head.to(tl.int64) * kv_head_stride + (first % BLOCK_SIZE).to(tl.int64) * kv_token_stride
-            newest = newest_bounds(
-                key_at, kv_token_stride, num_tokens - first, is_max, HEAD_SIZE, HEAD_PADDED, PAGE_SIZE, KV_KIND, KT_KIND
+            low, high = newest_codes(
+                key_at, kv_token_stride, num_tokens - first, HEAD_SIZE, HEAD_PADDED, PAGE_SIZE, KV_KIND, KT_KIND, False
             )
+            newest = as_entry(tl.where(is_max, high, low), HEAD_SIZE, HEAD_PADDED, KT_KIND)
 
     PAGES: tl.constexpr = BLOCK_SIZE // PAGE_SIZE
     kt_head = tl.multiple_of(kt + head.to(tl.int64) * kt_head_stride, 16)
@@ -162,9 +174,7 @@ def estimate_kernel(
         is_page = page < end
         # With neighbours of its block, by as many as one load takes: what they bring is masked later.
         is_loaded = page // KT_VECTOR * KT_VECTOR < tl.minimum(end, num_full)
-        block = tl.max_constancy(tl.load(table + page // PAGES, mask=is_loaded, other=0).to(tl.int64), KT_VECTOR)
-        in_block = tl.multiple_of(tl.max_contiguous(page % PAGES, KT_VECTOR), KT_VECTOR)
-        page_at = tl.multiple_of(block * kt_block_stride, KT_VECTOR) + in_block
+        page_at = place_of(page, table, is_loaded, kt_block_stride, PAGES, KT_VECTOR)
         code_at = kt_head + page_at[None, :] + bounds_at[:, None]
         code = tl.load(code_at, mask=is_loaded[None, :] & is_read[:, None], other=0)
         bound = decode_bound(code, KT_KIND)

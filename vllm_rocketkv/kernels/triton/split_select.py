@@ -20,7 +20,7 @@ from vllm_rocketkv.kernels.triton.select import forced_bounds, score_keys
 BINS = tl.constexpr(256)
 """Values of a digit."""
 LARGEST_KEY = tl.constexpr((1 << 30) - 1)
-"""Scores are at most 1: 30 bits, in three digits of eight bits and one of six."""
+"""Scores are at most 1, and keys of sums as large: 30 bits, in three digits of eight bits and one of six."""
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def score_kernel(
     rows,  # int32 [R, 6]
     logits,  # float32 [U, G, P]
     statistics,  # float32 [U, S, 2, G]
-    keys,  # int32 [U, P]: the score's bits + 1; 0 for what is not a number
+    keys,  # int32 [U, P]: the score's key + 1; 0 for what is not a number
     histograms,  # int32 [U, DIGITS, S, BINS]
     page_capacity,
     min_tokens,
@@ -159,6 +159,7 @@ def digit_kernel(
     TILE: tl.constexpr,
 ):
     """Settles digit ``DIGIT - 1`` of the key at the budget's edge, and counts the next digit of the keys that share it so far.
+    The first digit is counted where no ``score_kernel`` has done it.
 
     Program (split, KV head, row). Reads four bytes a page.
     """
@@ -176,11 +177,12 @@ def digit_kernel(
         prefix = tl.load(progress + (unit * 4 + DIGIT - 2) * 2) << 8
         left = tl.load(progress + (unit * 4 + DIGIT - 2) * 2 + 1)
     of_unit = histograms + unit * 4 * NUM_SPLITS * BINS
-    digit, left = _choose_digit(of_unit + (DIGIT - 1) * NUM_SPLITS * BINS, left, NUM_SPLITS, SPLITS_PADDED)
-    prefix += digit
-    if split == 0:
-        tl.store(progress + (unit * 4 + DIGIT - 1) * 2, prefix)
-        tl.store(progress + (unit * 4 + DIGIT - 1) * 2 + 1, left)
+    if DIGIT > 0:
+        digit, left = _choose_digit(of_unit + (DIGIT - 1) * NUM_SPLITS * BINS, left, NUM_SPLITS, SPLITS_PADDED)
+        prefix += digit
+        if split == 0:
+            tl.store(progress + (unit * 4 + DIGIT - 1) * 2, prefix)
+            tl.store(progress + (unit * 4 + DIGIT - 1) * 2 + 1, left)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(begin, end, TILE):
         page = start + tl.arange(0, TILE)

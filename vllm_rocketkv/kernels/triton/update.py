@@ -7,6 +7,7 @@ policies that select without evicting. Both are one launch whose grid depends on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,47 +16,9 @@ import triton
 import triton.language as tl
 
 from vllm_rocketkv.kernels.triton.cache import CacheView
-from vllm_rocketkv.kernels.triton.compact import store_bounds
 from vllm_rocketkv.kernels.triton.launch import NUM_STAGES, CompileCase, padded
-from vllm_rocketkv.kernels.triton.numbers import KINDS, as_codes, decode_number
-
-
-@triton.jit
-def encode_number(x, KIND: tl.constexpr):
-    """Codes (int32) of float32 ``x`` rounded to nearest, ties to even.
-
-    Too large for float16 or bfloat16 is infinity; too large for fp8 is the largest finite number, infinity included, as vLLM's
-    CUDA op has it. (``csrc/cpu`` makes infinity of what e5m2 cannot hold.)
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    is_nan = magnitude > 0x7F800000
-    if KIND == 0:
-        return bits
-    elif KIND == 1:
-        rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
-        return tl.where(is_nan, 0x7FC0, rounded) | ((bits >> 16) & 0x8000)
-    elif KIND == 2:
-        return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    elif KIND == 3:
-        code = tl.minimum(_round_magnitude(magnitude, 3, 7), 0x7E)
-    else:
-        code = tl.minimum(_round_magnitude(magnitude, 2, 15), 0x7B)
-    return tl.where(is_nan, 0x7F, code) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _round_magnitude(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Code of float32 magnitude bits in a type with so many mantissa bits and such a bias, as if its exponents had no end."""
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    # Adding half of the last place, less one where that place is even, carries exactly when it must.
-    normal = magnitude - ((127 - BIAS) << 23)
-    normal = (normal + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT
-    # The last place of 2^(SHIFT + 1 - BIAS) in float32 is the least subnormal of the type: addition itself rounds to it.
-    least = tl.full(magnitude.shape, 2.0 ** (SHIFT + 1 - BIAS), tl.float32)
-    sum_of = magnitude.to(tl.float32, bitcast=True) + least
-    subnormal = sum_of.to(tl.int32, bitcast=True) - least.to(tl.int32, bitcast=True)
-    return tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
+from vllm_rocketkv.kernels.triton.numbers import KINDS, as_codes, decode_number, encode_number
+from vllm_rocketkv.kernels.triton.page import add_keys, no_keys, store_summary
 
 
 @triton.jit
@@ -87,14 +50,14 @@ def _close_page(
     MODEL_KIND: tl.constexpr,
     KV_KIND: tl.constexpr,
     KT_KIND: tl.constexpr,
+    KT_IS_MEAN: tl.constexpr,
 ):
     """Write the KT entry of the page that the row's token fills, if it fills one."""
     if num_tokens % PAGE == 0:
         last = (num_tokens - 1) % BLOCK
         dims = tl.arange(0, DIMS)
         in_head = dims < D
-        low = tl.full([DIMS], float("inf"), tl.float32)
-        high = tl.full([DIMS], float("-inf"), tl.float32)
+        summary = no_keys(tl.zeros([DIMS], tl.float32), KT_IS_MEAN)
         for first in range(0, PAGE, ROWS):
             # The page's tokens, counted back from the row's. The programs of this step's other rows may or may not have written
             # theirs: those come from `key`. Rows of a request are neighbours, in the order of their positions.
@@ -109,9 +72,8 @@ def _close_page(
             old = kv + (last - back).to(tl.int64)[:, None] * kv_token_stride + dims[None, :]
             old = tl.load(old, mask=(~is_new)[:, None] & in_head[None, :], other=0)
             keys = decode_number(tl.where(is_new[:, None], new, old), KV_KIND)
-            low = tl.minimum(low, tl.min(keys, 0))
-            high = tl.maximum(high, tl.max(keys, 0))
-        store_bounds(kt, last // PAGE, dims, in_head, low, high, BLOCK // PAGE, KT_KIND)
+            summary = add_keys(summary, keys, 0, KT_IS_MEAN)
+        store_summary(kt, last // PAGE, dims, in_head, summary, PAGE, BLOCK // PAGE, KT_KIND, KT_IS_MEAN)
 
 
 @triton.jit
@@ -141,6 +103,7 @@ def _write_rows(
     MODEL_KIND: tl.constexpr,
     KV_KIND: tl.constexpr,
     KT_KIND: tl.constexpr,
+    KT_IS_MEAN: tl.constexpr,
 ):
     """One program writes one row's token for one KV head: grid (R, Hkv)."""
     row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -166,7 +129,7 @@ def _write_rows(
         kt += block * kt_block_stride + head * (2 * D * (BLOCK // PAGE))
         _close_page(
             kv, kt, key, rows, row, request, num_tokens, key_scale, key_token_stride, kv_token_stride,
-            D, DIMS, BLOCK, PAGE, ROWS, MODEL_KIND, KV_KIND, KT_KIND,
+            D, DIMS, BLOCK, PAGE, ROWS, MODEL_KIND, KV_KIND, KT_KIND, KT_IS_MEAN,
         )  # fmt: skip
 
 
@@ -186,6 +149,7 @@ def _summarise_pages(
     ROWS: tl.constexpr,  # tokens that are in registers at once
     KV_KIND: tl.constexpr,
     KT_KIND: tl.constexpr,
+    KT_IS_MEAN: tl.constexpr,
 ):
     """One program writes the entry of one page of one KV head: grid (pages, Hkv)."""
     row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -195,20 +159,20 @@ def _summarise_pages(
     page = tl.load(table + row * 3 + 1)
     dims = tl.arange(0, DIMS)
     kv += block * kv_block_stride + head * kv_head_stride
-    low = tl.full([DIMS], float("inf"), tl.float32)
-    high = tl.full([DIMS], float("-inf"), tl.float32)
+    summary = no_keys(tl.zeros([DIMS], tl.float32), KT_IS_MEAN)
     for first in range(0, PAGE, ROWS):
         slot = (page * PAGE + first + tl.arange(0, ROWS)).to(tl.int64)
         at = kv + slot[:, None] * kv_token_stride + dims[None, :]
         keys = decode_number(tl.load(at, mask=(dims < D)[None, :], other=0), KV_KIND)
-        low = tl.minimum(low, tl.min(keys, 0))
-        high = tl.maximum(high, tl.max(keys, 0))
+        summary = add_keys(summary, keys, 0, KT_IS_MEAN)
     pages: tl.constexpr = BLOCK // PAGE
     place = block * kt_block_stride + head * (2 * D * pages) + page
-    store_bounds(kt, place, dims, dims < D, low, high, pages, KT_KIND)
+    store_summary(kt, place, dims, dims < D, summary, PAGE, pages, KT_KIND, KT_IS_MEAN)
 
 
-def _constants(head_size: int, block_size: int, page_size: int, kv_kind: int, kt_kind: int) -> dict[str, Any]:
+def _constants(
+    head_size: int, block_size: int, page_size: int, kv_kind: int, kt_kind: int, kt_is_mean: bool = False
+) -> dict[str, Any]:
     dims = padded(head_size)
     return {
         "D": head_size,
@@ -218,7 +182,13 @@ def _constants(head_size: int, block_size: int, page_size: int, kv_kind: int, kt
         "ROWS": max(1, min(page_size, 512 // dims)),  # 8 numbers for each thread of two warps
         "KV_KIND": kv_kind,
         "KT_KIND": kt_kind,
+        "KT_IS_MEAN": kt_is_mean,
     }
+
+
+def _constants_of(cache: CacheView) -> dict[str, Any]:
+    kinds = cache.kv_kind, cache.kt_kind, cache.kt_is_mean
+    return _constants(cache.head_size, cache.block_size, cache.page_size, *kinds)
 
 
 NUM_WARPS = 2
@@ -234,7 +204,7 @@ def write_rows(
     ``num_tokens - 1``; rows of no tokens are padding. fp8 caches hold number / scale.
 
     Moves ``R * Hkv * 2 * D`` elements in and out; for each head and row that fills a page, ``page_size * D`` keys in and
-    ``2 * D`` bounds out.
+    ``2 * D`` entries out.
     """
     num_rows, num_columns = rows_table.shape
     assert num_columns == 6
@@ -263,7 +233,7 @@ def write_rows(
         cache.kv.stride(1),
         cache.kv.stride(2),
         cache.kt.stride(0),
-        **_constants(cache.head_size, cache.block_size, cache.page_size, cache.kv_kind, cache.kt_kind),
+        **_constants_of(cache),
         MODEL_KIND=KINDS[key.dtype],
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
@@ -275,7 +245,7 @@ def summarise_pages(cache: CacheView, table: torch.Tensor) -> None:
 
     Pages that are not full have no entry: they are skipped, as are rows of no tokens, which are padding.
 
-    Moves ``page_size * D`` keys in and ``2 * D`` bounds out for each full page and head.
+    Moves ``page_size * D`` keys in and ``2 * D`` entries out for each full page and head.
     """
     num_rows, num_columns = table.shape
     assert num_columns == 3
@@ -291,10 +261,14 @@ def summarise_pages(cache: CacheView, table: torch.Tensor) -> None:
         cache.kv.stride(1),
         cache.kv.stride(2),
         cache.kt.stride(0),
-        **_constants(cache.head_size, cache.block_size, cache.page_size, cache.kv_kind, cache.kt_kind),
+        **_constants_of(cache),
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )
+
+
+PAGES_TO_COMPILE = tuple(itertools.product((0, 1, 4, 16, 64), (False,))) + tuple(itertools.product((1, 4, 64), (True,)))
+"""Tokens of a page and whether it holds a mean."""
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -305,9 +279,9 @@ def compile_cases() -> Iterator[CompileCase]:
         for kv_name, kv_kind, kv_code in (("bf16", 1, "*i16"), ("e4m3", 3, "*u8")):
             for kt_name, kt_kind, kt_code in (("bf16", 1, "*i16"), ("e5m2", 4, "*u8")):
                 cache = {"kv": kv_code, "kt": kt_code}
-                for page_size in (0, 1, 4, 16, 64) if kt_kind == 1 else (1, 4, 16, 64):
-                    constants = _constants(head_size, 64, page_size, kv_kind, kt_kind)
-                    name = f"D={head_size} KV={kv_name} KT={kt_name} page={page_size}"
+                for page_size, is_mean in PAGES_TO_COMPILE[int(kt_kind != 1) :]:
+                    constants = _constants(head_size, 64, page_size, kv_kind, kt_kind, is_mean)
+                    name = f"D={head_size} KV={kv_name} KT={kt_name} page={page_size}{' mean' if is_mean else ''}"
                     tensors = {"key": "*i16", "value": "*i16", "rows": "*i32", "block_table": "*i32"}
                     scales = {"key_scale": "fp32", "value_scale": "fp32"}
                     signature = cache | tensors | scales | dict.fromkeys(strides + integers, "i32")
