@@ -42,7 +42,8 @@ def run_engine(
     }
     environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if use_v2:
-        environment |= {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HARNESS)}
+        path = [str(HARNESS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, str(HARNESS / "engine.py"), model, json.dumps({"rocketkv": rocketkv} | options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -102,6 +102,7 @@ def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
         yield "--kv-sharing-fast-prefill skips the queries that eviction needs, remove the option"
     if envs.VLLM_BATCH_INVARIANT:
         yield "VLLM_BATCH_INVARIANT is not supported, unset it"
+    yield from _refused_skip_layers(vllm_config)
     multiple = 16 if kernels() == "triton" else 32
     if cache.block_size is not None and cache.block_size % multiple != 0:
         yield f"--block-size {cache.block_size} is not a multiple of {multiple}, choose 32, 64 or 128"
@@ -119,6 +120,30 @@ def _refused_policies(vllm_config: VllmConfig, config: RocketKVConfig) -> Iterat
         yield f"{named} evicts decoded tokens, also for drafts that are rejected: {way_out} or remove --speculative-config"
     if kernels() == "triton":
         yield f"{named} evicts decoded tokens, which is not supported on GPUs yet: {way_out}"
+
+
+def _refused_skip_layers(vllm_config: VllmConfig) -> Iterator[str]:
+    from vllm.platforms import current_platform
+
+    skipped, model = config_of(vllm_config).skip_layers, vllm_config.model_config
+    if not skipped or model is None:
+        return
+    num_layers = model.get_total_num_hidden_layers()
+    beyond = sorted(layer for layer in set(skipped) if layer >= num_layers)
+    if beyond:
+        yield (
+            f"option 'skip_layers' names layer {beyond[0]}, but the model's {num_layers} layers are numbered 0 to "
+            f"{num_layers - 1}: drop it"
+        )
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield (
+            "option 'skip_layers' needs blocks of its own for the dense layers: remove --disable-hybrid-kv-cache-manager or "
+            "drop skip_layers"
+        )
+    if not current_platform.support_hybrid_kv_cache():
+        yield f"option 'skip_layers' needs vLLM's hybrid KV cache manager, which {current_platform.device_name} lacks: drop it"
+    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+        yield "option 'skip_layers' is not supported for models whose layers share KV caches: drop it"
 
 
 def _refused_models(vllm_config: VllmConfig, model: ModelConfig) -> Iterator[str]:
@@ -222,7 +247,8 @@ def _log_effective(vllm_config: VllmConfig, config: RocketKVConfig) -> None:
         ),
         config,
     )
-    bytes_per_block = spec.page_size_bytes * model.get_num_layers(vllm_config.parallel_config)
+    num_layers = model.get_num_layers(vllm_config.parallel_config) - len(set(config.skip_layers))
+    bytes_per_block = spec.page_size_bytes * num_layers
     logger.info_once(
         "RocketKV: %s; %s", config.describe(), config.savings(model.max_model_len, cache.block_size, bytes_per_block)
     )

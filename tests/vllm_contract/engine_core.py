@@ -167,6 +167,17 @@ ENGINE_CORE: list[Entry] = [
         "(kvcache_spec_cls, manager_class=_, uniform_type_base_spec=_)",
         by="_register",
     ),
+    # --- KV cache groups
+    Says(
+        f"{SPECS}:KVCacheSpec.is_uniform_with_collection",
+        "isinstance(spec, uniform_type_base_spec) for spec in kv_cache_specs.values()",
+        by="DenseLayerSpec: a plain FullAttentionSpec would take in ours",
+    ),
+    Says(
+        "v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit",
+        "if not isinstance(group.spec, FullAttentionSpec): continue",
+        by="DenseLayerSpec: the hits of both kinds are cut to the shortest",
+    ),
     # --- hooks
     # keep_window_out_of_prefix_hits
     Wraps(

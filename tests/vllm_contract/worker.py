@@ -7,6 +7,7 @@ from tests.vllm_contract.checks import Calls, Entry, Exists, Has, Overrides, Say
 
 BACKEND = "v1.attention.backend"
 CPU = "v1.attention.backends.cpu_attn"
+ATTENTION = "model_executor.layers.attention.attention:Attention"
 RUNNER_V1 = "v1.worker.gpu_model_runner:GPUModelRunner"
 RUNNER_V2 = "v1.worker.gpu.model_runner:GPUModelRunner"
 BATCH_V1 = "v1.worker.gpu_input_batch:InputBatch"
@@ -157,6 +158,20 @@ WORKER: list[Entry] = [
         by="_probe",
     ),
     # --- hooks
+    # keep_layers_dense
+    Wraps(f"{ATTENTION}.get_kv_cache_spec", "(self, vllm_config)", by="keep_layers_dense"),
+    Has(ATTENTION, ("attn_backend", "layer_name"), by="keep_layers_dense"),
+    Says(
+        f"{ATTENTION}.__init__",
+        "extract_layer_index(prefix)",
+        by="keep_layers_dense: vLLM itself numbers layers like that, for --kv-cache-dtype-skip-layers",
+    ),
+    Calls("model_executor.models.utils:extract_layer_index", "(layer_name)", by="keep_layers_dense"),
+    Says(
+        "v1.worker.utils:customize_attention_spec",
+        "(backend: type[AttentionBackend], spec: AttentionSpec)",
+        by="keep_layers_dense: may go once the layer's name is given, too",
+    ),
     # keep_request_options
     Wraps(f"{RUNNER_V1}._update_states", "(self, scheduler_output)", by="keep_request_options"),
     Wraps(f"{RUNNER_V2}.add_requests", "(self, scheduler_output)", by="keep_request_options"),

@@ -25,6 +25,7 @@ from vllm_rocketkv.cache.pins import PinnedBlocks
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.layout import PromptLayout, ceil_div
 from vllm_rocketkv.metrics import Counts
+from vllm_rocketkv.request_options import request_config
 
 logger = init_logger("vllm.rocketkv.manager")
 
@@ -217,9 +218,15 @@ class RocketKVManager(FullAttentionManager):
 
     # --- counts --------------------------------------------------------------------------------------------------------
 
-    def take_counts(self) -> Counts:
-        """Counts since the last call, after every step; totals are logged now and then, and when the last request ended."""
+    def take_counts(self, others: Sequence[RocketKVManager] = ()) -> Counts:
+        """Counts since the last call, after every step; totals are logged now and then, and when the last request ended.
+
+        ``others`` manage further KV cache groups: the same requests, and blocks of their own.
+        """
         counts, self._counts = self._counts, Counts()
+        for other in others:
+            counts.blocks_freed += other._counts.blocks_freed
+            other._counts = Counts()
         self._totals += counts
         if self._totals.requests_evicted and self._totals != self._logged:
             is_due = time.monotonic() - self._last_log >= self.config.log_interval_seconds
@@ -271,3 +278,23 @@ class RocketKVManager(FullAttentionManager):
             totals.decode_evictions,
             totals.pages_selected,
         )
+
+
+class DenseLayersManager(FullAttentionManager):
+    """The layers of option ``skip_layers``: full attention that keeps every token."""
+
+    def __init__(self, kv_cache_spec: KVCacheSpec, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        layer_spec: Any = next(iter(iter_layer_specs(kv_cache_spec)))
+        self.config: RocketKVConfig = layer_spec.config
+
+    def cache_blocks(
+        self, request: Request, num_tokens: int, retention_interval: int | None = None, **kwargs: Any
+    ) -> None:
+        # What comes beyond a sparse prompt was computed from what the sparse layers gave: it is shared as little as theirs (I2).
+        params = request.sampling_params
+        config = request_config(self.config, params.extra_args if params is not None else None) or self.config
+        if config.is_sparse(request.num_prompt_tokens, self.block_size):
+            layout = config.layout(request.num_prompt_tokens, self.block_size)
+            num_tokens = min(num_tokens, layout.num_hashable_tokens)
+        super(FullAttentionManager, self).cache_blocks(request, num_tokens, retention_interval, **kwargs)

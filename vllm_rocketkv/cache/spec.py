@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm.utils.math_utils import round_up
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_rocketkv import compat
-from vllm_rocketkv.cache.manager import RocketKVManager
+from vllm_rocketkv.cache.manager import DenseLayersManager, RocketKVManager
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.layout import parking_blocks
 
@@ -98,19 +98,52 @@ class RocketKVSpec(FullAttentionSpec):
         return KVCacheSpec.merge.__func__(cls, specs)  # type: ignore[attr-defined,no-any-return]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DenseLayerSpec(FullAttentionSpec):
+    """A layer of option ``skip_layers``: plain K and V that nobody evicts.
+
+    All KV cache groups share one pool of blocks, so its pages are padded to the size of the sparse layers' pages. A spec of its
+    own keeps vLLM from putting it into their group, as it would do with a ``FullAttentionSpec`` of layer 0.
+    """
+
+    config: RocketKVConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "page_size_padded", rocketkv_spec(self, self.config).page_size_bytes)
+
+    def copy_with_new_block_size(self, block_size: int) -> Self:
+        """The same format with other blocks, free of any padding that belonged to the old size."""
+        return replace(self, block_size=block_size, page_size_padded=None)  # type: ignore[call-arg]
+
+    @classmethod
+    def merge(cls, specs: list[DenseLayerSpec]) -> DenseLayerSpec:  # type: ignore[override]
+        """One group holds layers of one spec. ``FullAttentionSpec.merge`` would rebuild the base class."""
+        return KVCacheSpec.merge.__func__(cls, specs)  # type: ignore[attr-defined,no-any-return]
+
+
 def rocketkv_spec(spec: FullAttentionSpec, config: RocketKVConfig, *, query_bytes: int | None = None) -> RocketKVSpec:
     """``spec`` of a full-attention layer, as a spec of this package.
 
     ``query_bytes`` is the size of one token's query, of all heads of this worker; unknown, it fills a block.
     """
-    values = {name: getattr(spec, name) for name in FullAttentionSpec.__dataclass_fields__}
-    return RocketKVSpec(**values, config=config, query_bytes=query_bytes or spec.unpadded_page_size_bytes)
+    return RocketKVSpec(**_fields(spec), config=config, query_bytes=query_bytes or spec.unpadded_page_size_bytes)
+
+
+def dense_layer_spec(spec: FullAttentionSpec, config: RocketKVConfig) -> DenseLayerSpec:
+    """``spec`` of a full-attention layer that stays dense."""
+    return DenseLayerSpec(**_fields(spec), config=config)
+
+
+def _fields(spec: FullAttentionSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in FullAttentionSpec.__dataclass_fields__}
 
 
 def _register() -> None:
     # Registering before vLLM's own specs would suppress theirs.
     KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(RocketKVSpec, manager_class=RocketKVManager, uniform_type_base_spec=RocketKVSpec)
+    for spec, manager in ((RocketKVSpec, RocketKVManager), (DenseLayerSpec, DenseLayersManager)):
+        KVCacheSpecRegistry.register(spec, manager_class=manager, uniform_type_base_spec=spec)
     compat.activate_scheduler_hooks()
 
 

@@ -67,11 +67,12 @@ def publish_engine_stats() -> None:
             from vllm_rocketkv.metrics import pack
 
             stats = original(self, *args, **kwargs)
-            for manager in self.kv_cache_manager.coordinator.single_type_managers:
-                if isinstance(manager, RocketKVManager):
-                    counts = manager.take_counts()
-                    if stats is not None:
-                        stats.num_kv_fetch_reqs_by_stage.update(pack(counts))
+            coordinator = self.kv_cache_manager.coordinator
+            managers = [m for m in coordinator.single_type_managers if isinstance(m, RocketKVManager)]
+            if managers:
+                counts = managers[0].take_counts(managers[1:])
+                if stats is not None:
+                    stats.num_kv_fetch_reqs_by_stage.update(pack(counts))
             return stats
 
         return make_stats

@@ -6,22 +6,53 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_rocketkv.compat.every_process import BACKEND_NAME
 from vllm_rocketkv.compat.wrapping import wrap
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from vllm_rocketkv.config import RocketKVConfig
 
 
 def activate_worker_hooks() -> None:
-    """Called when the backend class is first imported, that is before any metadata builder of ours exists."""
+    """Called when the backend class is first imported, that is before any attention layer or metadata builder of ours exists."""
+    keep_layers_dense()
     keep_request_options()
     give_requests_to_builders_v1()
     give_requests_to_builders_v2()
     choose_steps_for_cuda_graphs()
     take_back_discarded_samples_on_cpu()
+
+
+def keep_layers_dense() -> None:
+    """Give the layers of option ``skip_layers`` a KV cache spec of their own, and with it a KV cache group.
+
+    vLLM 0.32 and 0.33: a backend shapes the specs of its layers by ``customize_spec``, which is not told which layer it is
+    asked about. ``Attention.get_kv_cache_spec`` has the layer's name. Can go when ``customize_spec`` is given the name.
+    """
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.models.utils import extract_layer_index
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> Any:
+            from vllm_rocketkv.cache.spec import dense_layer_spec
+            from vllm_rocketkv.support import config_of
+
+            spec = original(self, vllm_config)
+            if self.attn_backend.get_name() != BACKEND_NAME or type(spec) is not FullAttentionSpec or spec.non_causal:
+                return spec
+            config = config_of(vllm_config)
+            if config.skip_layers and extract_layer_index(self.layer_name) in config.skip_layers:
+                return dense_layer_spec(spec, config)
+            return spec
+
+        return get_kv_cache_spec
+
+    wrap(Attention, "get_kv_cache_spec", make)
 
 
 def keep_request_options() -> None:
