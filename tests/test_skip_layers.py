@@ -28,6 +28,7 @@ from vllm_rocketkv import plugin
 from vllm_rocketkv.cache.manager import DenseLayersManager, RocketKVManager
 from vllm_rocketkv.cache.spec import DenseLayerSpec, RocketKVSpec, dense_layer_spec, rocketkv_spec
 from vllm_rocketkv.config import RocketKVConfig
+from vllm_rocketkv.options import USED_BY
 
 MakeEngine = Callable[..., Any]
 Prompts = Sequence[dict[str, list[int]]]
@@ -37,8 +38,15 @@ SKIPPING = SMALL | {"skip_layers": list(DENSE_LAYERS)}
 B = 16
 
 
-def config(**options: Any) -> RocketKVConfig:
-    return RocketKVConfig.parse({"skip_layers": [0], **SMALL, **options})
+def options_of(policy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those that mean something to the policy; all others are refused."""
+    return {"policy": policy} | {
+        n: v for n, v in options.items() if n != "policy" and policy in USED_BY.get(n, (policy,))
+    }
+
+
+def config(policy: str = "rocketkv", **options: Any) -> RocketKVConfig:
+    return RocketKVConfig.parse(options_of(policy, {"skip_layers": [0], **SMALL, **options}))
 
 
 # --- groups ------------------------------------------------------------------------------------------------------------
@@ -103,8 +111,7 @@ class Pool:
     vLLM's start-up check demands."""
 
     def __init__(self, policy: str) -> None:
-        options = {"policy": policy, "prompt_budget": 40, "window_size": 8} if policy != "hsa" else {"policy": policy}
-        self.config = config(**options)
+        self.config = config(policy, **({} if policy == "hsa" else {"prompt_budget": 40, "window_size": 8}))
         dense, sparse = dense_layer_spec(plain_spec(B), self.config), rocketkv_spec(plain_spec(B), self.config)
         groups = [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate((dense, sparse, sparse))]
         num_blocks = 1 + sum(startup_pool(group.kv_cache_spec, M) - 1 for group in groups)
@@ -345,9 +352,9 @@ def distance_to_full_attention(worker: Any) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("options", [{}, {"policy": "hsa"}], ids=["rocketkv", "hsa"])
-def test_skipped_layers_attend_to_everything_and_the_others_do_not(start: MakeEngine, options: dict[str, str]) -> None:
-    engine = start(SKIPPING | options)
+@pytest.mark.parametrize("options", [SKIPPING, options_of("hsa", SKIPPING)], ids=["rocketkv", "hsa"])
+def test_skipped_layers_attend_to_everything_and_the_others_do_not(start: MakeEngine, options: dict[str, Any]) -> None:
+    engine = start(options)
     engine.collective_rpc(watch_layers)
     tokens(engine, prompts_of((300,)), max_tokens=20)
     (distances,) = engine.collective_rpc(distance_to_full_attention)

@@ -25,6 +25,7 @@ from vllm_rocketkv.cache.pins import PinnedBlocks
 from vllm_rocketkv.config import RocketKVConfig
 from vllm_rocketkv.layout import PromptLayout, ceil_div
 from vllm_rocketkv.metrics import Counts
+from vllm_rocketkv.request_options import request_config
 
 logger = init_logger("vllm.rocketkv.manager")
 
@@ -291,7 +292,9 @@ class DenseLayersManager(FullAttentionManager):
         self, request: Request, num_tokens: int, retention_interval: int | None = None, **kwargs: Any
     ) -> None:
         # What comes beyond a sparse prompt was computed from what the sparse layers gave: it is shared as little as theirs (I2).
-        if self.config.is_sparse(request.num_prompt_tokens, self.block_size):
-            layout = self.config.layout(request.num_prompt_tokens, self.block_size)
+        params = request.sampling_params
+        config = request_config(self.config, params.extra_args if params is not None else None) or self.config
+        if config.is_sparse(request.num_prompt_tokens, self.block_size):
+            layout = config.layout(request.num_prompt_tokens, self.block_size)
             num_tokens = min(num_tokens, layout.num_hashable_tokens)
         super(FullAttentionManager, self).cache_blocks(request, num_tokens, retention_interval, **kwargs)
