@@ -213,8 +213,9 @@ def check_rows(common: CommonAttentionMetadata, wanted: list[list[int]], rows: R
     assert rows.table.dtype == torch.int32
     assert rows.table.tolist() == wanted
     assert rows.block_table is common.block_table_tensor
+    by_request = [list(part) for _, part in itertools.groupby(wanted, key=lambda row: row[1])]
     parts = rows.as_score_parts()
-    assert parts.table.tolist() == [[token, 1, index, first, seen] for token, index, first, seen, *_ in wanted]
+    assert parts.table.tolist() == [[part[0][0], len(part), *part[-1][1:4]] for part in by_request]
 
 
 def check_natural_queries(
@@ -226,7 +227,8 @@ def check_natural_queries(
 ) -> None:
     parts, first_token = [], 0
     for index, num_tokens, length in wanted.dense_parts:
-        if requests[index].num_prompt and config.is_sparse(requests[index].num_prompt, B):  # dummy runs have no prompt
+        request = requests[index]
+        if request.num_prompt and not request.is_dummy and config.is_sparse(request.num_prompt, B):
             parts.append([wanted.dense_tokens[first_token], num_tokens, index, 0, length])
         first_token += num_tokens
     if not (config.accumulates and parts):

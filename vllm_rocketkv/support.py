@@ -111,6 +111,8 @@ def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
 def _refused_policies(vllm_config: VllmConfig, config: RocketKVConfig) -> Iterator[str]:
     if config.pinned_tokens and vllm_config.cache_config.enable_prefix_caching is False:
         yield "option 'pinned_tokens' needs the prefix cache, drop it or start vLLM without --no-enable-prefix-caching"
+    if config.pinned_tokens and config.skip_layers:
+        yield "option 'pinned_tokens' pins no blocks of dense layers, without which the others are of no use: drop it or skip_layers"
     if config.decode_budget_for_step is None:
         return
     named, way_out = f"policy '{config.policy}'", "choose policy 'snapkv' or 'rocketkv'"

@@ -212,6 +212,8 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
             sums[: len(configs)] = torch.tensor([config is None or config.accumulates for config in configs])
             is_real &= sums[requests.long()]
         table = table[is_real]
+        # Dummy runs have no slots, whatever prompt lengths another batch has left behind.
+        table = table[common.slot_mapping[table[:, 0].long()] >= 0]
         return ScoreParts(table.contiguous(), common.block_table_tensor) if len(table) else None
 
     def _add_windows(

@@ -82,6 +82,11 @@ class RocketKVImplBase(ABC):
                 self._decode(paged, query, key, value, output, rows)
             if metadata.decode_evictions:
                 self._evict_decoded(paged, query, metadata, len(metadata.later_rows))
+        if self.kv_sharing_target_layer_name is None:
+            # Last: an eviction of this step may need what the window before parked in the same place.
+            for part in metadata.window_parts:
+                paged = self._paged(layer, kv_cache, query, metadata)
+                paged.park(part.parking_blocks, part.index, query[part.tokens])
         return output
 
     def _decode(
@@ -123,8 +128,6 @@ class RocketKVImplBase(ABC):
         windows = [self._window_queries(layer, kv_cache, query, metadata, crossing) for crossing in metadata.crossings]
         if metadata.natural_slots is not None:
             self.do_kv_cache_update(layer, key, value, kv_cache, metadata.natural_slots)
-        for part in metadata.window_parts:
-            self._paged(layer, kv_cache, query, metadata).park(part.parking_blocks, part.index, query[part.tokens])
         if metadata.natural_queries is not None:
             paged = self._paged(layer, kv_cache, query, metadata)
             self._accumulate(paged, query, metadata.natural_queries, is_private=False)

@@ -95,10 +95,12 @@ class Rows:
     max_num_tokens: int
 
     def as_score_parts(self) -> ScoreParts:
-        """One part a row."""
+        """One part a request, whose rows follow one another."""
         table = self.table
-        one = torch.ones_like(table[:, 0])
-        return ScoreParts(torch.stack([table[:, 0], one, *table[:, 1:4].T], 1), self.block_table)
+        requests, counts = torch.unique_consecutive(table[:, 1], return_counts=True)
+        last = counts.cumsum(0) - 1
+        parts = [table[last - counts + 1, 0], counts.int(), requests, table[last, 2], table[last, 3]]
+        return ScoreParts(torch.stack(parts, 1), self.block_table)
 
 
 @dataclass
