@@ -127,7 +127,7 @@ def _start(model: str, rocketkv: dict[str, Any]) -> None:
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=12 << 30,  # the prompts of all lengths stay in the prefix cache
+        kv_cache_memory_bytes=6 << 30,  # the prompts of all lengths stay in the prefix cache
         enforce_eager=True,
         seed=0,
         use_tqdm_on_load=False,

@@ -136,7 +136,7 @@ def test_rocketkv_mt_pins_nothing_on_another_server_and_others_nothing_on_its_ow
 def test_policies_are_those_that_the_servers_cache_supports(of: str, policy: str) -> None:
     extra_args = {"rocketkv_policy": policy}
     if policy not in POLICIES_WITHIN[of]:
-        assert f"of this server's policy '{of}'" in refusal(extra_args, server(policy=of))
+        assert f"a server of policy '{of}' does not offer" in refusal(extra_args, server(policy=of))
         return
     own = config(server(policy=of), **extra_args)
     assert (own is None) == (policy == of)
@@ -195,7 +195,7 @@ def test_off_is_dense_on_any_server(preset: str) -> None:
         ({"rocketkv_policy": 1}, "option 'rocketkv_policy' is 1, but must be 'full', "),
         (
             {"rocketkv_policy": "quest"},
-            "option 'rocketkv_policy' is 'quest', which needs what the cache of this server's policy 'rocketkv' does not hold: "
+            "option 'rocketkv_policy' is 'quest', which a server of policy 'rocketkv' does not offer: "
             "use 'full', 'streaming_llm', 'snapkv', 'rocketkv' or 'rocketkv_mt', or start vLLM with policy 'quest'",
         ),
         (

@@ -208,7 +208,7 @@ REFUSED = {
     "no policy": ({"rocketkv_policy": "rocket"}, f"option 'rocketkv_policy' is 'rocket', but must be {POLICIES}"),
     "policy of another cache": (
         {"rocketkv_policy": "quest"},
-        "option 'rocketkv_policy' is 'quest', which needs what the cache of this server's policy 'rocketkv' does not hold: "
+        "option 'rocketkv_policy' is 'quest', which a server of policy 'rocketkv' does not offer: "
         f"use {POLICIES}, or start vLLM with policy 'quest'",
     ),
     "budget above the server's": (

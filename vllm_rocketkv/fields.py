@@ -40,11 +40,17 @@ class Options(pydantic.BaseModel):
         256, ge=1, le=MAX_TOKENS, description="Most tokens a reply is expected to have; used with token_budget only."
     )
     window_size: int = Field(
-        32, ge=1, le=1024, description="Newest prompt tokens whose queries score the prompt; always kept (W)."
+        32,
+        ge=1,
+        le=1024,
+        description="Newest tokens whose queries score all others when tokens are evicted; always kept (W).",
     )
     kernel_size: int = Field(63, ge=1, le=1023, description="Tokens of the max-pool over the scores of stage 1; odd.")
     sink_tokens: int = Field(
-        4, ge=0, le=4096, description="Oldest tokens that both stages always keep; 4 to 32 under policy streaming_llm."
+        4,
+        ge=0,
+        le=4096,
+        description="Oldest tokens that are always kept and, with kt_summary bounds, always read; 4 to 32 under streaming_llm.",
     )
     recent_tokens: int = Field(32, ge=0, le=4096, description="Newest tokens that stage 2 always reads.")
     page_size: int = Field(
@@ -74,7 +80,7 @@ class Options(pydantic.BaseModel):
         0,
         ge=0,
         le=1 << 40,
-        description="Prompt tokens of conversations that stay in the prefix cache before all others, the newest.",
+        description="Tokens whose blocks stay in the prefix cache before all others: those of the newest conversations.",
     )
     skip_layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)] = Field(
         (), description="Numbers of the layers that stay dense and keep every token, from 0."

@@ -132,7 +132,7 @@ class PromptLayout:
     def block_index(self, position: int) -> int:
         """Index, in the worker's append-only row, of the block that holds the token at ``position``.
 
-        The worker computes it for whole batches at once (``backend/metadata.py``); tests hold the two together.
+        Workers compute it for whole batches (``csrc/cpu/plan.cpp``, ``backend/gpu_metadata.py``); tests hold these together.
         """
         if not self.is_evictable or position < self.num_prompt_tokens:
             return position // self.block_size

@@ -29,7 +29,7 @@ _HELP = {
 
 @dataclass
 class Counts:
-    """Counts of one KV cache group since they were last taken."""
+    """Counts since they were last taken; blocks are those of all KV cache groups."""
 
     requests_evicted: int = 0
     prompt_tokens_kept: int = 0

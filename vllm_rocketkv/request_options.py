@@ -36,7 +36,7 @@ _BY_WINDOW = ("full", "streaming_llm", "snapkv")
 POLICIES_WITHIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "full": ("full",),
-        "streaming_llm": ("full", "streaming_llm"),
+        "streaming_llm": _BY_WINDOW,
         "h2o": (*_BY_WINDOW, "h2o"),
         "snapkv": _BY_WINDOW,
         "quest": ("full", "quest"),
@@ -45,7 +45,7 @@ POLICIES_WITHIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rocketkv_mt": (*_BY_WINDOW, "rocketkv", "rocketkv_mt"),
     }
 )
-"""Policies that a request may choose, by the server's policy: those that need nothing which the server's cache does not hold."""
+"""Policies that a request may choose, by the server's policy: whose needs its cache holds and its kernels know."""
 
 _Options = tuple[tuple[str, str | int], ...]
 
@@ -60,6 +60,8 @@ class Engine:
     query_to_kv_bytes: int = 1
     """By which one element of a query is larger than one of the cache."""
     speculates: bool = False
+    shares_kv: bool = False
+    """Whether layers share other layers' KV caches."""
     is_gpu: bool = False
 
 
@@ -104,6 +106,12 @@ def check_request(server: RocketKVConfig, extra_args: Mapping[str, Any] | None, 
             POLICY,
             f"is '{config.policy}', which evicts decoded tokens, also for drafts that are rejected: choose another policy or "
             "start vLLM without --speculative-config",
+        )
+    if engine.shares_kv and config.decode_budget_for_step is not None:
+        refuse(
+            POLICY,
+            f"is '{config.policy}', which evicts decoded tokens before layers that share a KV cache have read them: choose "
+            "another policy",
         )
     needed, reserved = _blocks_beside(config, engine), _blocks_reserved(server, engine)
     if needed > reserved:
@@ -203,7 +211,7 @@ def _config(server: RocketKVConfig, options: _Options) -> RocketKVConfig | None:
     if policy not in within:
         refuse(
             POLICY,
-            f"is '{policy}', which needs what the cache of this server's policy '{server.policy}' does not hold: "
+            f"is '{policy}', which a server of policy '{server.policy}' does not offer: "
             f"use {either(within)}, or start vLLM with policy '{policy}'",
         )
     _refuse_unused(chosen, policy, within)

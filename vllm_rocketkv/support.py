@@ -57,13 +57,13 @@ def check_vllm_config(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     if model is None:
         return
-    block_size = _block_size(vllm_config)
+    block_size = resolved_block_size(vllm_config)
     config.check_block_size(block_size)
     if kernels() == "cpu" and config.kt_dtype == "float8_e4m3fn":
         raise ValueError("rocketkv: option 'kt_dtype' float8_e4m3fn is for GPUs, use float8_e5m2 or bfloat16")
     heads = model.get_num_attention_heads(vllm_config.parallel_config)
     group = heads // model.get_num_kv_heads(vllm_config.parallel_config)
-    config.check_window_fits(block_size, group, model.dtype.itemsize // _kv_dtype(vllm_config).itemsize)
+    config.check_window_fits(block_size, group, model.dtype.itemsize // cache_dtype(vllm_config).itemsize)
     _log_effective(vllm_config, config)
 
 
@@ -112,7 +112,7 @@ def _refused_policies(vllm_config: VllmConfig, config: RocketKVConfig) -> Iterat
     if config.pinned_tokens and vllm_config.cache_config.enable_prefix_caching is False:
         yield "option 'pinned_tokens' needs the prefix cache, drop it or start vLLM without --no-enable-prefix-caching"
     if config.pinned_tokens and config.skip_layers:
-        yield "option 'pinned_tokens' pins no blocks of dense layers, without which the others are of no use: drop it or skip_layers"
+        yield "option 'pinned_tokens' pins no blocks of dense layers, so the others would be of no use: drop it or skip_layers"
     if config.decode_budget_for_step is None:
         return
     named, way_out = f"policy '{config.policy}'", "choose policy 'snapkv' or 'rocketkv'"
@@ -122,6 +122,8 @@ def _refused_policies(vllm_config: VllmConfig, config: RocketKVConfig) -> Iterat
         yield f"{named} evicts decoded tokens, also for drafts that are rejected: {way_out} or remove --speculative-config"
     if kernels() == "triton":
         yield f"{named} evicts decoded tokens, which is not supported on GPUs yet: {way_out}"
+    if vllm_config.model_config is not None and shares_kv(vllm_config.model_config):
+        yield f"{named} evicts decoded tokens before layers that share a KV cache have read them: {way_out}"
 
 
 def _refused_skip_layers(vllm_config: VllmConfig) -> Iterator[str]:
@@ -144,7 +146,7 @@ def _refused_skip_layers(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if not current_platform.support_hybrid_kv_cache():
         yield f"option 'skip_layers' needs vLLM's hybrid KV cache manager, which {current_platform.device_name} lacks: drop it"
-    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+    if shares_kv(model):
         yield "option 'skip_layers' is not supported for models whose layers share KV caches: drop it"
 
 
@@ -173,7 +175,7 @@ def _refused_kv_cache_dtypes(vllm_config: VllmConfig, model: ModelConfig) -> Ite
     """What vLLM's attention on this device lacks as well, or would store in another type than the option says."""
     name, cache = kv_dtype_name(vllm_config), vllm_config.cache_config
     if name in ("bfloat16", "float16"):
-        if _kv_dtype(vllm_config) != model.dtype:
+        if cache_dtype(vllm_config) != model.dtype:
             yield f"--kv-cache-dtype {name} is not the model's {str(model.dtype).removeprefix('torch.')}, use auto or fp8"
         return
     if name not in _KV_CACHE_DTYPES:
@@ -190,7 +192,7 @@ def _refused_kv_cache_dtypes(vllm_config: VllmConfig, model: ModelConfig) -> Ite
         yield f"--kv-cache-dtype {name} cannot be used here, use auto: {str(error).removesuffix('.')}"
 
 
-def _block_size(vllm_config: VllmConfig) -> int:
+def resolved_block_size(vllm_config: VllmConfig) -> int:
     """The block size that vLLM will use. On GPUs it asks the backend, later than this, unless the user has named one."""
     cache = vllm_config.cache_config
     if kernels() == "cpu" or cache.user_specified_block_size:
@@ -209,11 +211,16 @@ def kv_dtype_name(vllm_config: VllmConfig) -> str:
     return name
 
 
-def _kv_dtype(vllm_config: VllmConfig) -> torch.dtype:
+def cache_dtype(vllm_config: VllmConfig) -> torch.dtype:
     """The element type of vLLM's cache tensors: bytes, if K and V are stored in fp8."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     return kv_cache_dtype_str_to_dtype(kv_dtype_name(vllm_config), vllm_config.model_config)
+
+
+def shares_kv(model: ModelConfig) -> bool:
+    """Whether layers of the model read other layers' KV caches."""
+    return bool(getattr(model.hf_text_config, "num_kv_shared_layers", 0))
 
 
 def _head_sizes() -> Sequence[int]:
@@ -245,7 +252,7 @@ def _log_effective(vllm_config: VllmConfig, config: RocketKVConfig) -> None:
             block_size=cache.block_size,
             num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
             head_size=model.get_head_size(),
-            dtype=_kv_dtype(vllm_config),
+            dtype=cache_dtype(vllm_config),
         ),
         config,
     )

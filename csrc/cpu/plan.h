@@ -72,7 +72,7 @@ struct StepBuffers {
   TouchedPage* touched_pages;  // [T]
 };
 
-// Fields in the order of StepCounts in vllm_rocketkv/backend/metadata.py.
+// Fields in the order of StepCounts in vllm_rocketkv/backend/cpu_metadata.py.
 struct StepCounts {
   int64_t unknown_request;  // the first without a PromptPlan: nothing else was done; else -1
   int64_t num_rows;

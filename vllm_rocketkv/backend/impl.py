@@ -4,7 +4,7 @@
 Order (I11): every K and V of the batch is written, then prompts that became complete are compacted into their private blocks,
 then attention reads. Compaction may come before the dense reads, since it writes to private blocks alone; it must, since a
 resumed request may read its private blocks in the very step that fills them. K and V of private tokens are written by the
-decode op, which alone reads them. Decoded tokens are evicted after the last row that reads them; a resumed request may go on
+decode op. Decoded tokens are evicted after the last row that reads them; a resumed request may go on
 to read what is left in the same step, hence phases.
 """
 
@@ -39,11 +39,6 @@ class RocketKVImplBase(ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.config = current_config()
-        if self.kv_sharing_target_layer_name is not None and self.config.decode_budget_for_step is not None:
-            raise ValueError(
-                "rocketkv: option 'decode_budget' does not go with layers that share another layer's KV cache, choose a policy "
-                "that evicts no decoded tokens"
-            )
         self._policies: dict[RocketKVConfig, EvictionPolicy] = {}
         selection = SELECTION_POLICIES[self.config.selection]
         self.decode_options = selection(self.config).decode_options(self.scale, self.logits_soft_cap or 0.0)
@@ -199,8 +194,6 @@ class RocketKVImplBase(ABC):
 
     def _evict_decoded(self, paged: PagedCache, query: torch.Tensor, metadata: RocketKVMetadata, phase: int) -> None:
         """Stage 1 again, on private blocks and in place, for requests that have outgrown ``decode_budget``."""
-        if self.kv_sharing_target_layer_name is not None:
-            return
         for eviction in metadata.decode_evictions:
             if eviction.phase == phase:
                 window = query[eviction.window_tokens]

@@ -105,7 +105,7 @@ class Rows:
 
 @dataclass
 class TouchedPages:
-    """KT pages that hold a token of this step, where keys stay in natural blocks: their summaries are recomputed."""
+    """KT pages that hold a token of this step, where keys stay in natural blocks: full ones are summarised."""
 
     table: torch.Tensor
     """int32 ``[pages, 3]``: block, page inside the block, real tokens on it."""

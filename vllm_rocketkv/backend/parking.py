@@ -9,7 +9,8 @@ from vllm_rocketkv.cache.spec import RocketKVSpec
 
 
 class ParkedQueries:
-    """Private blocks hold the window's queries until stage 1 fills them with keys and values, so a cut window costs no memory."""
+    """Private blocks hold the window's queries until stage 1 fills them with keys and values, so a prompt's cut window costs no
+    memory. Windows of decoded tokens have blocks of their own."""
 
     def __init__(
         self, kv_cache: torch.Tensor, spec: RocketKVSpec, query_dtype: torch.dtype, num_query_heads: int

@@ -129,10 +129,11 @@ def _engine_of(vllm_config: VllmConfig) -> Engine:
     model_config = vllm_config.model_config
     heads = model_config.get_num_attention_heads(vllm_config.parallel_config)
     return Engine(
-        block_size=support._block_size(vllm_config),
+        block_size=support.resolved_block_size(vllm_config),
         max_model_len=model_config.max_model_len,
         query_heads_per_kv_head=heads // model_config.get_num_kv_heads(vllm_config.parallel_config),
-        query_to_kv_bytes=model_config.dtype.itemsize // support._kv_dtype(vllm_config).itemsize,
+        query_to_kv_bytes=model_config.dtype.itemsize // support.cache_dtype(vllm_config).itemsize,
         speculates=vllm_config.speculative_config is not None,
+        shares_kv=support.shares_kv(model_config),
         is_gpu=kernels() == "triton",
     )

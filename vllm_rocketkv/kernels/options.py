@@ -18,7 +18,7 @@ class DecodeOptions:
     scale: float
     softcap: float
     dense_below: int
-    """Rows with at most so many tokens read all of them."""
+    """Rows with at most so many tokens read all of them. On CPUs each row says this and ``topk_tokens`` of itself."""
     topk_tokens: int
     sink_tokens: int
     recent_tokens: int
