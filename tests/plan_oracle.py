@@ -166,7 +166,7 @@ def check(
     if wanted.rows:
         assert actual.rows is not None
         for phase, rows in enumerate([actual.rows, *actual.later_rows]):
-            check_rows(common, [row for row in wanted.rows if row[-1] == phase], rows)
+            check_rows(common, [row for row in wanted.rows if row[-1] == phase], rows, config.accumulates)
             assert rows.has_later is any(row[5] for row in wanted.rows)
             assert rows.max_num_tokens == max(row[3] for row in wanted.rows)
         assert len(actual.later_rows) == max(row[-1] for row in wanted.rows)
@@ -209,13 +209,19 @@ def check(
     return wanted
 
 
-def check_rows(common: CommonAttentionMetadata, wanted: list[list[int]], rows: Rows) -> None:
+def check_rows(common: CommonAttentionMetadata, wanted: list[list[int]], rows: Rows, accumulates: bool) -> None:
     assert rows.table.dtype == torch.int32
     assert rows.table.tolist() == wanted
     assert rows.block_table is common.block_table_tensor
     by_request = [list(part) for _, part in itertools.groupby(wanted, key=lambda row: row[1])]
-    parts = rows.as_score_parts()
+    parts = rows.as_score_parts(torch.ones(common.num_reqs, dtype=torch.bool))
+    assert parts is not None
     assert parts.table.tolist() == [[part[0][0], len(part), *part[-1][1:4]] for part in by_request]
+    if not accumulates:
+        assert rows.score_parts is None
+    else:
+        assert rows.score_parts is not None
+        assert torch.equal(rows.score_parts.table, parts.table)
 
 
 def check_natural_queries(

@@ -304,7 +304,7 @@ def test_parking_blocks_that_the_server_does_not_set_aside() -> None:
     of = server(policy="h2o", prompt_budget=512, decode_budget=512)
     assert config(of, rocketkv_policy="snapkv") is not None
     engine = Engine(block_size=32, max_model_len=8192, query_heads_per_kv_head=16)
-    assert "private blocks, but this server sets 20 aside" in refusal({"rocketkv_policy": "snapkv"}, of, engine)
+    assert "with the private ones, but this server sets 20 aside" in refusal({"rocketkv_policy": "snapkv"}, of, engine)
 
 
 def test_decoded_tokens_are_not_evicted_beside_speculative_decoding() -> None:

@@ -259,6 +259,16 @@ def test_a_wrong_option_gets_400_and_one_sentence(server: str, case: str, endpoi
     assert answer.json()["error"]["message"] == f"rocketkv: {sentence}"
 
 
+@pytest.mark.parametrize("endpoint", ASKED)
+def test_options_are_not_lost_in_beam_search(server: str, endpoint: str) -> None:
+    body = ASKED[endpoint] | {"model": "demo", "use_beam_search": True, "n": 2, "max_tokens": 2}
+    assert httpx.post(f"{server}/v1/{endpoint}", json=body, timeout=60).status_code == 200
+    answer = httpx.post(f"{server}/v1/{endpoint}", json=body | {"vllm_xargs": {"rocketkv": "off"}})
+    assert answer.status_code == 400, answer.text
+    sentence = "rocketkv: option 'rocketkv' is lost in beam search: drop it or drop use_beam_search"
+    assert answer.json()["error"]["message"] == sentence
+
+
 @pytest.mark.parametrize(
     "xargs",
     [

@@ -114,6 +114,12 @@ def check_request(server: RocketKVConfig, extra_args: Mapping[str, Any] | None, 
             "another policy",
         )
     needed, reserved = _blocks_beside(config, engine), _blocks_reserved(server, engine)
+    if needed > reserved and config.decode_budget_for_step is not None and config.eviction_window > 1:
+        refuse(
+            POLICY,
+            f"is '{config.policy}', whose queries wait in blocks of their own, {needed} with the private ones, but this server "
+            f"sets {reserved} aside for each request: choose another policy or start vLLM with a larger decode_interval",
+        )
     if needed > reserved:
         refuse(
             PROMPT_BUDGET if PROMPT_BUDGET in options else POLICY,

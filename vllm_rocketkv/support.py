@@ -100,6 +100,8 @@ def _refused_options(vllm_config: VllmConfig) -> Iterator[str]:
         yield "dual batch overlap is not supported, remove --enable-dbo"
     if cache.kv_sharing_fast_prefill:
         yield "--kv-sharing-fast-prefill skips the queries that eviction needs, remove the option"
+    if envs.VLLM_USE_RUST_FRONTEND:
+        yield "VLLM_USE_RUST_FRONTEND goes around the checks of requests and the counters, unset it"
     if envs.VLLM_BATCH_INVARIANT:
         yield "VLLM_BATCH_INVARIANT is not supported, unset it"
     yield from _refused_skip_layers(vllm_config)

@@ -92,6 +92,10 @@ inline void PrepareHybrid(const DecodeArgs& args, const Row& row, Scratch* s) {
 
 // Cuts the part that bfloat16 holds off a float: three of them are all of it. Infinity and NaN are the first part alone.
 ROCKETKV_INLINE uint32_t TakePart(float* rest) {
+  if (*rest != *rest) {  // the upper half of its bits may be infinity's
+    *rest = 0.0f;
+    return 0x7fc0;
+  }
   const uint32_t part = Bits<uint32_t>(*rest) >> 16;
   const float left = *rest - Bits<float>(part << 16);
   *rest = left == left ? left : 0.0f;

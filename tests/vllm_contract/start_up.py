@@ -135,6 +135,19 @@ START_UP: list[Entry] = [
             "chat_completion.serving:OpenAIServingChat._create_chat_completion",
         )
     ),
+    # refuse_request_options_of_beam_search
+    *(
+        entry
+        for name in ("chat_completion.protocol:ChatCompletionRequest", "completion.protocol:CompletionRequest")
+        for entry in (
+            Wraps(
+                f"entrypoints.openai.{name}.to_beam_search_params",
+                "(self, ...)",
+                by="refuse_request_options_of_beam_search",
+            ),
+            Has(f"entrypoints.openai.{name}", ("vllm_xargs",), by="refuse_request_options_of_beam_search"),
+        )
+    ),
     Calls("config:ModelConfig.get_num_attention_heads", "(parallel_config)", by="_engine_of"),
     Calls("config:ModelConfig.get_num_kv_heads", "(parallel_config)", by="_engine_of"),
     Has("config:ModelConfig", ("dtype", "max_model_len"), by="_engine_of"),
@@ -248,7 +261,7 @@ START_UP: list[Entry] = [
         "kv_cache_scheme is not None and kv_cache_dtype == 'auto'",
         by="kv_dtype_name: a checkpoint may ask for fp8",
     ),
-    Calls("utils.torch_utils:kv_cache_dtype_str_to_dtype", "(kv_cache_dtype, model_config)", by="_kv_dtype"),
+    Calls("utils.torch_utils:kv_cache_dtype_str_to_dtype", "(kv_cache_dtype, model_config)", by="cache_dtype"),
     Calls(
         "v1.kv_cache_interface:FullAttentionSpec",
         "(block_size=_, num_kv_heads=_, head_size=_, dtype=_)",

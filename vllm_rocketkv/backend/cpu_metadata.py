@@ -136,7 +136,7 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         counts = self.planner.plan(common, plan_ids)
         metadata = self._split(common, counts) if counts.num_sparse_tokens else self._plain(common)
         if self.planner.config.accumulates:
-            metadata.natural_queries = self._natural_queries(common, counts, plan_ids, configs)
+            self._sum_up(metadata, common, counts, plan_ids, configs)
         for index in self.planner.window_requests[: counts.num_window_requests].tolist():
             own = configs[index] if configs is not None else None
             self._add_windows(metadata, common, index, own or self.planner.config, int(prompt_lens[index]))
@@ -187,34 +187,30 @@ class RocketKVMetadataBuilder(AttentionMetadataBuilder[RocketKVMetadata]):
         )
         return self.dense_builder.build(0, part)
 
-    def _natural_queries(
+    def _sum_up(
         self,
+        metadata: RocketKVMetadata,
         common: CommonAttentionMetadata,
         counts: StepCounts,
         plan_ids: torch.Tensor,
         configs: Sequence[RocketKVConfig | None] | None,
-    ) -> ScoreParts | None:
-        """The natural tokens of requests under a policy that sums up attention, by request."""
+    ) -> None:
+        """Name the queries whose attention is summed up: those of requests under a policy that does, which share no blocks."""
         assert self.planner is not None
-        if counts.num_sparse_tokens:
-            parts = counts.num_dense_parts
-            starts, ends = self.planner.dense_starts[: parts + 1], self.planner.dense_seq_lens[:parts]
-            requests = self.planner.dense_requests[:parts]
-            first_tokens = self.planner.dense_tokens[starts[:-1].long()].int()
-        else:
-            starts, ends = common.query_start_loc_cpu[: common.num_reqs + 1], common.seq_lens[: common.num_reqs]
-            requests, first_tokens = torch.arange(common.num_reqs, dtype=torch.int32), starts[:-1]
-        lens = starts.diff()
-        table = torch.stack([first_tokens, lens, requests, torch.zeros_like(lens), ends], 1)
-        is_real = (lens > 0) & (plan_ids[requests.long()] > 0)
-        if configs is not None:  # others may share their blocks with each other
-            sums = torch.zeros(common.num_reqs, dtype=torch.bool)
-            sums[: len(configs)] = torch.tensor([config is None or config.accumulates for config in configs])
-            is_real &= sums[requests.long()]
-        table = table[is_real]
+        is_summed = plan_ids > 0
+        if configs is not None:
+            is_summed &= torch.tensor([config is None or config.accumulates for config in configs])
+        if metadata.rows is not None:
+            for rows in (metadata.rows, *metadata.later_rows):
+                rows.score_parts = rows.as_score_parts(is_summed)
+        parts = counts.num_dense_parts
+        starts, ends = self.planner.dense_starts[: parts + 1], self.planner.dense_seq_lens[:parts]
+        requests, first_tokens = self.planner.dense_requests[:parts], self.planner.dense_tokens[starts[:-1].long()]
         # Dummy runs have no slots, whatever prompt lengths another batch has left behind.
-        table = table[common.slot_mapping[table[:, 0].long()] >= 0]
-        return ScoreParts(table.contiguous(), common.block_table_tensor) if len(table) else None
+        is_part = is_summed[requests.long()] & (common.slot_mapping[first_tokens] >= 0)
+        table = torch.stack([first_tokens.int(), starts.diff(), requests, torch.zeros_like(ends), ends], 1)[is_part]
+        if len(table):
+            metadata.natural_queries = ScoreParts(table, common.block_table_tensor)
 
     def _add_windows(
         self,

@@ -16,6 +16,7 @@ from vllm_rocketkv.backend.impl import RocketKVImplBase
 from vllm_rocketkv.backend.limits import fused_capacity
 from vllm_rocketkv.cache.spec import RocketKVSpec
 from vllm_rocketkv.config import RocketKVConfig
+from vllm_rocketkv.eviction import eviction_policy
 from vllm_rocketkv.kernels.options import Estimator
 from vllm_rocketkv.kernels.triton.decode import DecodeWorkspace
 from vllm_rocketkv.kernels.triton.decode_split import SplitWorkspace, workspace_bytes
@@ -71,7 +72,7 @@ class RocketKVGPUImpl(RocketKVImplBase):
             num_kept = config.window_size + block_size
             null = torch.zeros(num_tokens // block_size + 1, dtype=torch.int32, device=device)
             cache: Any = paged
-            kept = self._policy(config).keep(
+            kept = eviction_policy(config).keep(
                 query, cache, null, num_tokens, num_kept, self.scale, self.decode_options.softcap
             )
             paged.compact(null, null, kept)

@@ -22,8 +22,7 @@ from vllm_rocketkv.backend.base import current_config
 from vllm_rocketkv.backend.metadata import Crossing, RocketKVMetadata, Rows, ScoreParts
 from vllm_rocketkv.backend.paged_cache import PagedCache
 from vllm_rocketkv.cache.spec import RocketKVSpec
-from vllm_rocketkv.config import RocketKVConfig
-from vllm_rocketkv.eviction import EVICTION_POLICIES, EvictionPolicy
+from vllm_rocketkv.eviction import eviction_policy
 from vllm_rocketkv.selection import SELECTION_POLICIES
 
 
@@ -39,7 +38,6 @@ class RocketKVImplBase(ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.config = current_config()
-        self._policies: dict[RocketKVConfig, EvictionPolicy] = {}
         selection = SELECTION_POLICIES[self.config.selection]
         self.decode_options = selection(self.config).decode_options(self.scale, self.logits_soft_cap or 0.0)
 
@@ -97,8 +95,8 @@ class RocketKVImplBase(ABC):
         writes = is_private and self.kv_sharing_target_layer_name is None
         keys, values = (key, value) if writes else (None, None)
         paged.decode(query, keys, values, output, rows, is_private, self.decode_options)
-        if self.config.accumulates and writes:
-            self._accumulate(paged, query, rows.as_score_parts(), is_private)
+        if rows.score_parts is not None and writes:
+            self._accumulate(paged, query, rows.score_parts, is_private)
 
     def _paged(self, layer: Any, kv_cache: torch.Tensor, query: torch.Tensor, metadata: RocketKVMetadata) -> PagedCache:
         """This layer's cache, wrapped once. The wrapper is kept by the tensor and goes with it: vLLM profiles with a cache that
@@ -169,19 +167,10 @@ class RocketKVImplBase(ABC):
         parked = self._paged(layer, kv_cache, query, metadata).unpark(crossing.private_blocks, crossing.parked)
         return torch.cat([parked, newest])
 
-    def _policy(self, config: RocketKVConfig) -> EvictionPolicy:
-        """What decides for a request under ``config``, the server's or its own."""
-        policy = self._policies.get(config)
-        if policy is None:
-            kind = EVICTION_POLICIES[config.eviction]
-            assert kind is not None
-            policy = self._policies[config] = kind(config)
-        return policy
-
     def _evict(self, paged: PagedCache, crossing: Crossing, window: torch.Tensor) -> None:
         """Stage 1: copy the K and V of the tokens that each KV head keeps into the private blocks."""
         layout = crossing.layout
-        kept = self._policy(crossing.config).keep(
+        kept = eviction_policy(crossing.config).keep(
             window,
             paged,
             crossing.prompt_blocks,
@@ -199,7 +188,7 @@ class RocketKVImplBase(ABC):
                 window = query[eviction.window_tokens]
                 if len(eviction.parked):
                     window = torch.cat([paged.unpark(eviction.parking_blocks, eviction.parked), window])
-                kept = self._policy(eviction.config).keep(
+                kept = eviction_policy(eviction.config).keep(
                     window,
                     paged,
                     eviction.blocks,

@@ -93,10 +93,14 @@ class Rows:
     has_later: bool
     """Whether any row has a later one, so that the cache holds tokens which the earlier row must not see."""
     max_num_tokens: int
+    score_parts: ScoreParts | None = None
+    """Those of the rows whose attention is summed up."""
 
-    def as_score_parts(self) -> ScoreParts:
-        """One part a request, whose rows follow one another."""
-        table = self.table
+    def as_score_parts(self, is_summed: torch.Tensor) -> ScoreParts | None:
+        """One part a request, whose rows follow one another; of requests that ``is_summed``, bool ``[num_reqs]``, names."""
+        table = self.table[is_summed[self.table[:, 1].long()]]
+        if not len(table):
+            return None
         requests, counts = torch.unique_consecutive(table[:, 1], return_counts=True)
         last = counts.cumsum(0) - 1
         parts = [table[last - counts + 1, 0], counts.int(), requests, table[last, 2], table[last, 3]]

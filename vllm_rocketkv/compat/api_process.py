@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ def activate() -> None:
     refuse_streaming_input()
     check_request_options()
     check_request_options_before_a_stream()
+    refuse_request_options_of_beam_search()
 
 
 def collect_engine_stats() -> None:
@@ -108,6 +110,34 @@ def check_request_options_before_a_stream() -> None:
         return generate
 
     wrap(AsyncLLM, "generate", make)
+
+
+def refuse_request_options_of_beam_search() -> None:
+    """Refuse options of ours in a request that asks for beam search.
+
+    vLLM 0.32: ``BeamSearchParams`` carries no ``extra_args``, so they would be lost without a word. Can go when it does.
+    """
+    modules = [
+        sys.modules.get(f"vllm.entrypoints.openai.{name}.protocol") for name in ("chat_completion", "completion")
+    ]
+    if None in modules:  # no HTTP server runs in this process
+        return
+    chat, completion = modules
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+            from vllm_rocketkv.request_options import given
+
+            if names := given(self.vllm_xargs):
+                raise ValueError(
+                    f"rocketkv: option '{names[0][:64]}' is lost in beam search: drop it or drop use_beam_search"
+                )
+            return original(self, *args, **kwargs)
+
+        return to_beam_search_params
+
+    wrap(chat.ChatCompletionRequest, "to_beam_search_params", make)  # type: ignore[union-attr]
+    wrap(completion.CompletionRequest, "to_beam_search_params", make)  # type: ignore[union-attr]
 
 
 def _check(vllm_config: VllmConfig, params: Any) -> None:
