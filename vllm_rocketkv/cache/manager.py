@@ -192,7 +192,8 @@ class RocketKVManager(FullAttentionManager):
         blocks = self.req_to_blocks[request_id]
         prompt_blocks = blocks[: layout.num_natural_blocks]
         blocks[: layout.num_natural_blocks] = [self._null_block] * layout.num_dropped_blocks
-        self._pins.add(prompt_blocks)
+        if request.config.pinned_tokens:
+            self._pins.add(prompt_blocks)
         # Tail first, as vLLM frees: the head of a prompt is the likelier prefix hit.
         self.block_pool.free_blocks(reversed(prompt_blocks))
         request.form = Form.COMPACT
@@ -211,9 +212,10 @@ class RocketKVManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._sparse_requests.pop(request_id, None)
-        self._own_configs.pop(request_id, None)
+        config = self._own_configs.pop(request_id, self.config)
         blocks = super().pop_blocks_for_free(request_id)
-        self._pins.add(blocks)
+        if config.pinned_tokens:  # a request of another policy is no turn of a conversation
+            self._pins.add(blocks)
         return blocks
 
     # --- counts --------------------------------------------------------------------------------------------------------
