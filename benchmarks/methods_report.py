@@ -52,7 +52,7 @@ def groups(entries: list[Entry]) -> Iterable[tuple[str, int, list[Entry]]]:
 
 
 def rows(entries: list[Entry]) -> list[tuple[str, ...]]:
-    made = []
+    made: list[tuple[str, ...]] = []
     for policy, budget, of_key in groups(entries):
         found = [hit for entry in of_key for hit in entry["found"]]
         longest = of_key[-1]
@@ -78,7 +78,7 @@ def lengths(entries: list[Entry]) -> list[int]:
 
 
 def rows_by_length(entries: list[Entry]) -> list[tuple[str, ...]]:
-    made = []
+    made: list[tuple[str, ...]] = []
     for policy, budget, of_key in groups(entries):
         by_length = {entry["length"]: entry for entry in of_key}
         cells = []
