@@ -27,7 +27,13 @@ def write(results: Results) -> str:
             "decode step (estimation included) at the greatest length; time per output token of a batch with a fact at each "
             "depth, dense (policy full, measured just before in the same engine) over the method's.",
             "",
+            "KV held counts whole blocks of 32 tokens with all that lies behind them: the engine that serves full, "
+            "streaming_llm, snapkv and rocketkv side by side holds rocketkv's key table there for all of them (a quarter more). "
+            "The budget of quest and hsa is what they attend to: with nothing evicted, estimation comes on top and grows with "
+            "the prompt.",
+            "",
             problem or f"![facts found by length and depth, for each method and budget]({picture.name})",
+            "",
             table("## Methods", ("policy", "budget", "facts found", "KV held", "tokens read", "speed"), rows(entries)),
             table("## By length", ("policy", "budget", *lengths_header(entries)), rows_by_length(entries)),
             "",
