@@ -189,7 +189,8 @@ def _measure(cell: Cell) -> dict[str, Any]:
         "depths": list(cell.depths),
         "found": [text.startswith(answer) for text, (_, answer) in zip(answers, prompts, strict=True)],
         "answers": answers,
-        "kv_bytes_per_request": held[-1] * block_bytes / len(prompts),
+        # Every prompt is compacted two steps after its last chunk, and no request has ended.
+        "kv_bytes_per_request": held[3] * block_bytes / len(prompts),
         "tokens_read": tokens_read(config, cached) if config.policy != "full" else longest + OUTPUT_TOKENS,
         "seconds_per_step": statistics.median(seconds[3:]),
         "batch": len(prompts),

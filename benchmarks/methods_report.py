@@ -24,7 +24,7 @@ def write(results: Results) -> str:
             "# Every method at equal token budgets",
             "",
             "Facts found of those planted, over all lengths and depths; KV bytes held by one request and tokens read by one "
-            "decode step (estimation included) at the greatest length; time per output token of a batch with a fact at each "
+            "decode step (estimation included) at the greatest length measured; time per output token of a batch with a fact at each "
             "depth, dense (policy full, measured just before in the same engine) over the method's.",
             "",
             "KV held counts whole blocks of 32 tokens with all that lies behind them: the engine that serves full, "
@@ -67,12 +67,16 @@ def rows(entries: list[Entry]) -> list[tuple[str, ...]]:
                 policy,
                 str(budget or "all"),
                 f"{sum(found)} of {len(found)}",
-                f"{longest['kv_bytes_per_request'] / 2**20:.1f} MiB",
+                _mib(longest["kv_bytes_per_request"]),
                 f"{longest['tokens_read']:.0f}",
                 f"{longest['dense_seconds_per_step'] / longest['seconds_per_step']:.2f}",
             )
         )
     return made
+
+
+def _mib(size: float | None) -> str:
+    return "not measured" if size is None else f"{size / 2**20:.1f} MiB"
 
 
 def lengths_header(entries: list[Entry]) -> list[str]:
