@@ -24,8 +24,8 @@ def write(results: Results) -> str:
             "# Every method at equal token budgets",
             "",
             "Facts found of those planted, over all lengths and depths; KV bytes held by one request and tokens read by one "
-            "decode step (estimation included) at the greatest length measured; time per output token of a batch with a fact at each "
-            "depth, dense (policy full, measured just before in the same engine) over the method's.",
+            "decode step (estimation included) at the greatest length measured; time per output token of a batch with a fact at "
+            "each depth, dense (policy full, measured just before in the same engine) over the method's.",
             "",
             "KV held counts whole blocks of 32 tokens with all that lies behind them: the engine that serves full, "
             "streaming_llm, snapkv and rocketkv side by side holds rocketkv's key table there for all of them (a quarter more). "
