@@ -42,8 +42,9 @@ def describe() -> dict[str, Any]:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environment` that vLLM, torch, OpenMP or this package read."""
-    return {name: value for name, value in sorted(environment.items()) if VARIABLES.match(name)}
+    """The variables of `environment` that vLLM, torch, OpenMP or this package read, but for where they cache things."""
+    wanted = (name for name in sorted(environment) if VARIABLES.match(name) and not name.endswith("_CACHE_DIR"))
+    return {name: environment[name] for name in wanted}
 
 
 def cpu_model() -> str:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from vllm_rocketkv.kernels.options import DecodeOptions, Estimator
+
 if TYPE_CHECKING:
     from vllm_rocketkv.config import RocketKVConfig
-    from vllm_rocketkv.kernels.options import DecodeOptions
 
 
 class SelectionPolicy(ABC):
@@ -20,3 +21,17 @@ class SelectionPolicy(ABC):
     @abstractmethod
     def decode_options(self, scale: float, softcap: float) -> DecodeOptions:
         """What the fused decode op of one layer is told. ``scale`` multiplies q.k, ``softcap`` > 0 caps it."""
+
+    def _best_pages(self, scale: float, softcap: float, estimator: Estimator) -> DecodeOptions:
+        """Whole pages, ranked by ``estimator`` alone: none is forced."""
+        return DecodeOptions(
+            scale,
+            softcap,
+            dense_below=self.config.dense_below,
+            topk_tokens=self.config.topk_for_step,
+            sink_tokens=0,
+            recent_tokens=0,
+            by_page=True,
+            adaptive=False,
+            estimator=estimator,
+        )

@@ -15,14 +15,4 @@ class MeanOfPage(SelectionPolicy):
 
     def decode_options(self, scale: float, softcap: float) -> DecodeOptions:
         """See ``SelectionPolicy.decode_options``."""
-        return DecodeOptions(
-            scale,
-            softcap,
-            dense_below=self.config.dense_below,
-            topk_tokens=self.config.topk_for_step,
-            sink_tokens=0,
-            recent_tokens=0,
-            by_page=True,
-            adaptive=False,
-            estimator="mean",
-        )
+        return self._best_pages(scale, softcap, "mean")

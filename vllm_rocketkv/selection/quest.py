@@ -16,14 +16,4 @@ class Quest(SelectionPolicy):
 
     def decode_options(self, scale: float, softcap: float) -> DecodeOptions:
         """See ``SelectionPolicy.decode_options``."""
-        return DecodeOptions(
-            scale,
-            softcap,
-            dense_below=self.config.dense_below,
-            topk_tokens=self.config.topk_for_step,
-            sink_tokens=0,
-            recent_tokens=0,
-            by_page=True,
-            adaptive=False,
-            estimator="quest",
-        )
+        return self._best_pages(scale, softcap, "quest")
