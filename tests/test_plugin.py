@@ -129,6 +129,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"policy": "streaming_llm", "prompt_budget": 128}, {}, "--block-size"),
     (OPTIONS | {"decode_budget": 256, "decode_interval": 64}, {}, "decode_interval"),
     (OPTIONS | {"policy": "rocketkv_mt", "pinned_tokens": 64}, {"enable_prefix_caching": False}, "pinned_tokens"),
+    (OPTIONS | {"policy": "rocketkv_mt", "pinned_tokens": 64, "skip_layers": [0]}, {}, "skip_layers"),
     (OPTIONS, {"block_size": 48}, "--block-size"),
     ({"sink_tokens": 4096, "policy": "snapkv"}, {}, "sink_tokens"),
     (OPTIONS | {"kt_dtype": "float8_e4m3fn"}, {}, "kt_dtype"),
@@ -315,3 +316,10 @@ def test_what_is_in_effect_is_logged_once(model: str, monkeypatch: pytest.Monkey
 def _freed_mib(num_blocks: int, num_layers: int, kv_bytes: int) -> str:
     """Of 2 KV heads, 128 tokens a block, 32 dimensions of K and V, and min and max of 32 pages in bfloat16."""
     return f"{num_blocks * num_layers * 2 * 32 * (128 * 2 * kv_bytes + 32 * 2 * 2) / 2**20:.1f}"
+
+
+def test_the_rust_frontend_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go around the checks of requests."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ValueError, match="VLLM_USE_RUST_FRONTEND goes around"):
+        configure(model, OPTIONS)
